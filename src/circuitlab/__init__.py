@@ -1,0 +1,1 @@
+"""circuitlab: which edges between a language model's components carry a behaviour."""
