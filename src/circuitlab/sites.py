@@ -69,6 +69,12 @@ class Receiver:
         port = f"<{self.port}>" if self.port in PORTS else ""
         return self.component.name + port
 
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """The canonical order: layer, kind, head number, port."""
+        port = PORTS.index(self.port) if self.port in PORTS else 0
+        return (*self.component.order, port)
+
 
 @dataclass(frozen=True)
 class Edge:
@@ -80,6 +86,11 @@ class Edge:
     @property
     def name(self) -> str:
         return f"{self.sender.name}->{self.receiver.name}"
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The canonical order: that of the sender, then that of the receiver."""
+        return (*self.sender.order, *self.receiver.order)
 
     @property
     def key(self) -> str:
@@ -305,6 +316,33 @@ class ModelShape:
         senders, receivers = self.edge_indices
         kept = np.flatnonzero(mask[senders, receivers])
         return tuple(self.edge_names[i] for i in kept)
+
+
+def fed_by(receiver: Receiver, shape: ModelShape | None) -> tuple[Component, ...]:
+    """The senders that are computed from a receiver's input; none for `logits`.
+
+    A head's q, k and v feed that head; a KV group's k and v feed the query heads
+    `[g*H/KV, (g+1)*H/KV)` of the group. Raises ArgumentError `shape_needed` for a KV
+    group without a shape, which alone knows which heads the group serves.
+    """
+    component = receiver.component
+    if component.kind == "logits":
+        return ()
+    if shape is not None and not shape.split_heads and component.kind in ("head", "kv"):
+        return (Component("attention", component.layer),)
+    if component.kind != "kv":
+        return (component,)
+    if shape is None:
+        raise ArgumentError(
+            "shape_needed",
+            f"{receiver.name} is read by a group of query heads; pass the model's shape",
+            value=receiver.name,
+        )
+    assert component.head is not None
+    per_group = shape.n_heads // shape.n_kv_heads
+    first = component.head * per_group
+    heads = range(first, first + per_group)
+    return tuple(Component("head", component.layer, head) for head in heads)
 
 
 def _why_no_edge(shape: ModelShape, name: str) -> str:
