@@ -1,0 +1,250 @@
+"""Turn what a user names as a model into a bridge: hub, folder, GGUF, object."""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from circuitlab.errors import ArgumentError, ModelError
+
+
+def load(
+    spec: Any,
+    *,
+    tokenizer: Any,
+    device: str | torch.device | None,
+    dtype: torch.dtype | str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+    ungroup_kv: bool,
+):
+    """See `circuitlab.load_model`."""
+    kind = _dtype(dtype)
+    place = _device(device)
+    processing = "ungrouped_kv" if ungroup_kv else "raw"
+    if _is_bridge(spec):
+        return _from_bridge(spec, tokenizer, kind, place, ungroup_kv)
+    if isinstance(spec, nn.Module):
+        hf, name = _share_weights(spec), _name_of(spec)
+    elif isinstance(spec, str | Path):
+        hf, found, name = _load_hf(str(spec), revision, trust_remote_code)
+        tokenizer = tokenizer or found
+    else:
+        raise ArgumentError(
+            "model_spec_invalid",
+            f"{type(spec).__name__} is no model; pass a hub name, a folder, a GGUF file, "
+            "a Hugging Face model or a TransformerBridge",
+            value=type(spec).__name__,
+        )
+    wanted = kind or (torch.float32 if isinstance(spec, str | Path) else None)
+    hf = hf.to(device=place, dtype=wanted).eval()
+    if ungroup_kv:
+        from circuitlab.backends.grouping import ungroup
+
+        ungroup(hf)
+    return _dissect(_bridge(hf), tokenizer, name, processing)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArgumentError(
+            "dtype_unknown",
+            f"{dtype!r} is no floating dtype; write float32, float64 or bfloat16",
+            value=dtype,
+        )
+    return found
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(
+            "device_unavailable",
+            f"the device {str(device)!r} can't be used here: {_first_line(error)}",
+            value=str(device),
+        ) from error
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_bridge(spec: Any) -> bool:
+    return isinstance(spec, nn.Module) and hasattr(spec, "blocks") and hasattr(spec, "cfg")
+
+
+def _name_of(model: Any) -> str:
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    return Path(name).name or type(model).__name__
+
+
+def _from_bridge(bridge, tokenizer, dtype, device, ungroup_kv):
+    if ungroup_kv:
+        raise ModelError(
+            "ungroup_unsupported",
+            "a ready bridge can't be ungrouped; load the folder or Hugging Face model "
+            "with ungroup_kv=True",
+            value="TransformerBridge",
+        )
+    current = next(bridge.parameters())
+    if (dtype or current.dtype) != current.dtype or (
+        device is not None and device.type != current.device.type
+    ):
+        raise ArgumentError(
+            "bridge_is_placed",
+            "a ready bridge keeps its device and dtype; boot it with the ones you want",
+            dtype=str(current.dtype),
+            device=str(current.device),
+        )
+    compat = bool(getattr(bridge, "compatibility_mode", False))
+    name = str(getattr(bridge.cfg, "model_name", None) or "bridge")
+    tokenizer = tokenizer or getattr(bridge, "tokenizer", None)
+    return _dissect(bridge, tokenizer, name, "compatibility" if compat else "raw")
+
+
+def _dissect(bridge: Any, tokenizer: Any, name: str, processing: str):
+    from circuitlab.backends.anatomy import dissect
+
+    return dissect(bridge, tokenizer=tokenizer, name=name, processing=processing)
+
+
+def _share_weights(model: nn.Module) -> nn.Module:
+    """A copy of the module tree over the same parameters: wrapping a model replaces
+    its modules, and the user's own object must stay as it was."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _bridge(hf: Any) -> Any:
+    from transformer_lens.model_bridge.sources._bridge_builder import (
+        build_bridge_from_module,
+    )
+
+    hf.config._attn_implementation = "eager"
+    if hasattr(hf.config, "_experts_implementation"):
+        # The grouped kernels take no float64 and their order of sums varies.
+        hf.config._experts_implementation = "eager"
+    architecture = (getattr(hf.config, "architectures", None) or [type(hf).__name__])[0]
+    hf.config.architectures = [architecture]
+    parameter = next(hf.parameters())
+    try:
+        return build_bridge_from_module(
+            hf,
+            architecture=architecture,
+            hf_config=hf.config,
+            dtype=parameter.dtype,
+            device=str(parameter.device),
+            model_name=_name_of(hf),
+        )
+    except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            "architecture_unsupported",
+            f"TransformerLens has no bridge for {architecture}: {_first_line(error)}",
+            architecture=architecture,
+            reason=_first_line(error),
+        ) from error
+
+
+def _load_hf(spec: str, revision: str | None, trust_remote_code: bool):
+    if spec == "embedded":
+        spec = str(embedded_folder())
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
+        return _load_gguf(path)
+    if not path.exists() and (spec.startswith((".", "/", "~")) or spec.count("/") > 1):
+        raise ModelError(
+            "model_file_missing",
+            f"there is no model folder or file at {spec!r}",
+            value=spec,
+        )
+    return _load_pretrained(spec, path, revision, trust_remote_code)
+
+
+def embedded_folder() -> Path:
+    """The folder of the small model that circuitlab ships."""
+    return Path(str(importlib.resources.files("circuitlab"))) / "data" / "embedded"
+
+
+def _load_pretrained(spec: str, path: Path, revision, trust_remote_code):
+    import transformers
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    where = str(path) if path.exists() else spec
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            where, attn_implementation="eager", dtype=torch.float32, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _load_error(spec, path, error) from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return model, tokenizer, path.name if path.exists() else spec
+
+
+def _load_error(spec: str, path: Path, error: Exception) -> ModelError:
+    if path.exists():
+        return ModelError(
+            "model_unreadable",
+            f"the model in {spec!r} can't be read: {_first_line(error)}",
+            value=spec,
+        )
+    return ModelError(
+        "model_not_found",
+        f"no model {spec!r}: it is no local folder, and the hub did not give it "
+        f"({_first_line(error)}); check the name, or pass a folder",
+        value=spec,
+    )
+
+
+def _load_gguf(path: Path):
+    import transformers
+
+    file = _gguf_file(path)
+    config = transformers.GgufConfig(dequantize=True)
+    try:
+        packed = transformers.AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, quantization_config=config
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(file.parent), gguf_file=file.name
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _load_error(str(file), file, error) from error
+    # The loaded model is marked as quantized; a clean one with its weights is not.
+    clean = copy.deepcopy(packed.config)
+    if hasattr(clean, "quantization_config"):
+        del clean.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(
+        clean, attn_implementation="eager", dtype=torch.float32
+    )
+    model.load_state_dict(packed.state_dict())
+    model.tie_weights()
+    return model, tokenizer, file.stem
+
+
+def _gguf_file(path: Path) -> Path:
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(files) != 1 or not files[0].is_file():
+        raise ModelError(
+            "model_file_missing",
+            f"{str(path)!r} holds no config.json and {len(files)} GGUF files; name a "
+            "model folder or one .gguf file",
+            value=str(path),
+        )
+    return files[0]

@@ -1,0 +1,387 @@
+"""The backend over a TransformerLens 4 `TransformerBridge`.
+
+It addresses the bridge's own modules (projections, norms, MLPs) rather than its gated
+hooks: those outputs are the tensors that are really on the autograd path, on every
+architecture. Hooks live inside one `run`; the model is never left changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from circuitlab.backends import Capability, LayerSites, Site, Tap, TokenBatch
+from circuitlab.errors import ModelError
+from circuitlab.norms import Norm
+from circuitlab.sites import ModelShape
+from circuitlab.tables import ModelInfo
+
+FULL_CAPABILITIES = frozenset(Capability)
+
+
+class TransformerLensModel:
+    """A loaded bridge: its shape, its sites, and `run`.
+
+    Make one with `circuitlab.load_model`, which also probes it.
+    """
+
+    def __init__(
+        self,
+        bridge: Any,
+        shape: ModelShape,
+        layers: tuple[LayerSites, ...],
+        *,
+        tokenizer: Any = None,
+        name: str = "model",
+        processing: str = "raw",
+        blocks_return_tuples: bool = False,
+    ):
+        self.bridge = bridge
+        self.shape = shape
+        self.layers = layers
+        self.tokenizer = tokenizer
+        self.name = name
+        self.processing = processing
+        self.blocks_return_tuples = blocks_return_tuples
+        self.capabilities = FULL_CAPABILITIES
+        self.stream = Site("blocks.0", "in")
+        self.final_stream = Site("ln_final", "in")
+        self.final_out = Site("ln_final", "out")
+        self._digest: tuple[tuple[int, ...], str] | None = None
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"{type(self).__name__}({self.name!r}, {shape.n_layers} layers, "
+            f"{shape.n_heads} heads, {shape.n_edges:,} edges)"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.bridge.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.bridge.parameters()).dtype
+
+    @property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self.name,
+            architecture=str(self.bridge.cfg.architecture),
+            weights_digest=self.weights_digest,
+            dtype=str(self.dtype).removeprefix("torch."),
+            backend="transformer_lens",
+            shape=self.shape,
+            processing=self.processing,
+            device=str(self.device),
+        )
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 over names and values of the parameters; redone when they change."""
+        named = [*self.bridge.original_model.named_parameters()]
+        state = tuple(v for _, p in named for v in (p.data_ptr(), p._version))
+        if self._digest is None or self._digest[0] != state:
+            self._digest = (state, _digest_weights(named))
+        return self._digest[1]
+
+    # --- tokens ---
+
+    def batch(
+        self,
+        rows: Sequence[Sequence[int]],
+        answers: Sequence = (),
+        wrong_answers: Sequence = (),
+        *,
+        padding_side: Literal["left", "right"] = "right",
+    ) -> TokenBatch:
+        """Pad token rows into one batch; padding is masked and never read."""
+        length = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+        mask = torch.zeros(len(rows), length, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            start = length - len(row) if padding_side == "left" else 0
+            tokens[i, start : start + len(row)] = torch.tensor(row, dtype=torch.int64)
+            mask[i, start : start + len(row)] = True
+        sizes = mask.sum(1)
+        last = torch.full_like(sizes, length - 1)
+        if padding_side == "right":
+            last = sizes - 1
+        return TokenBatch(
+            tokens.to(self.device),
+            mask.to(self.device),
+            last.to(self.device),
+            tuple(answers),
+            tuple(wrong_answers),
+        )
+
+    # --- running ---
+
+    def run(
+        self,
+        batch: TokenBatch,
+        taps: Sequence[Tap] = (),
+        *,
+        grad: bool = False,
+        positions: Tensor | None = None,
+        resume: tuple[int, Tensor] | None = None,
+        fast_norms: bool = True,
+    ) -> Tensor:
+        """Run one pass and return the logits; see `Backend.run`.
+
+        `fast_norms` computes norms that nobody hooks in one fused call each (and in
+        full precision for float64 models, whose own norms may round to float32).
+        """
+        taps = list(taps)
+        if positions is not None:
+            taps.append(Tap(Site("unembed", "in"), _gather(positions)))
+        if resume is not None:
+            taps = [*self._resume_taps(*resume), *taps]
+        if fast_norms:
+            taps = [*self._norm_taps(taps), *taps]
+        padded = not bool(batch.mask.all())
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(_eval_mode(self.bridge))
+            for tap in taps:
+                stack.enter_context(_installed(self.module(tap.site.path), tap))
+            return self.bridge(
+                batch.tokens,
+                attention_mask=batch.mask.long() if padded else None,
+                prepend_bos=False,
+                use_cache=False,
+            )
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No parameter asks for a gradient inside; the flags are put back after."""
+        asking = [p for p in self.bridge.parameters() if p.requires_grad]
+        try:
+            for parameter in asking:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in asking:
+                parameter.requires_grad_(True)
+
+    def module(self, path: str) -> nn.Module:
+        """The bridge's module at a dotted path."""
+        found: Any = self.bridge
+        for part in path.split("."):
+            found = found[int(part)] if part.isdigit() else getattr(found, part)
+        return found
+
+    def _resume_taps(self, layer: int, stream: Tensor) -> list[Tap]:
+        skip = _pass_in_tuple if self.blocks_return_tuples else _pass_through
+        skipped = [Tap(Site(f"blocks.{i}", "instead"), skip) for i in range(layer)]
+        return [*skipped, Tap(Site(f"blocks.{layer}", "in"), lambda _: stream)]
+
+    def _norm_taps(self, taps: Sequence[Tap]) -> list[Tap]:
+        replaced = {tap.site.path for tap in taps if tap.site.slot == "instead"}
+        return [
+            Tap(Site(path, "instead"), norm)
+            for path, norm in self._norms().items()
+            if path not in replaced and not _hooked(self.module(path))
+        ]
+
+    def _norms(self) -> dict[str, Norm]:
+        found = {}
+        for layer, _ in enumerate(self.layers):
+            for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
+                if name in self.module(f"blocks.{layer}").submodules:
+                    path = f"blocks.{layer}.{name}"
+                    found[path] = norm_of(self.module(path))
+        found["ln_final"] = norm_of(self.module("ln_final"))
+        return found
+
+    # --- parameters ---
+
+    def norm(self, layer: int, reader: Literal["attention", "mlp"]) -> Norm:
+        """The norm before a block's attention or MLP."""
+        sites = self.layers[layer]
+        stream = sites.attention_stream if reader == "attention" else sites.mlp_stream
+        assert stream is not None
+        return self._norm_at(stream)
+
+    def final_norm(self) -> Norm:
+        return self._norm_at(self.final_stream)
+
+    def _norm_at(self, stream: Site) -> Norm:
+        module = self.module(stream.path)
+        is_norm = stream.path.rsplit(".", 1)[-1].startswith("ln")
+        return norm_of(module) if is_norm else Norm("none")
+
+    def projection(self, layer: int, port: str) -> tuple[Tensor, Tensor | None]:
+        """A port's weight `[head, d_head, d_model]` and bias `[head, d_head]`."""
+        module = self.module(f"blocks.{layer}.attn.{port}")
+        weight, bias = _weight_out_in(module)
+        heads = self.shape.n_heads if port == "q" else self.shape.n_kv_heads
+        bias = None if bias is None else bias.reshape(heads, -1)
+        return weight.reshape(heads, -1, weight.shape[-1]), bias
+
+    def output_projection(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """W_O `[head, d_head, d_model]`, its bias, with a post-norm's γ folded in."""
+        weight, bias = _weight_out_in(self.module(f"blocks.{layer}.attn.o"))
+        scale = self._residual_scale(layer)
+        post = self.layers[layer].attention_post
+        if post is not None:
+            gamma = norm_of(self.module(post)).weight
+            weight = weight if gamma is None else weight * gamma[:, None]
+        per_head = weight.t().reshape(self.shape.n_heads, -1, weight.shape[0]) * scale
+        return per_head, None if bias is None else bias * scale
+
+    def _residual_scale(self, layer: int) -> float:
+        block = self.module(f"blocks.{layer}")
+        return float(getattr(block, "residual_contribution_scale", 1.0))
+
+    def mlp_scale(self, layer: int) -> float:
+        """What a block multiplies its MLP's output by before adding it."""
+        return self._residual_scale(layer)
+
+    def post_scale(self, layer: int, attention_out: Tensor) -> Tensor | None:
+        """The post-norm's scale r `[..., 1]` at the attention output of this run."""
+        post = self.layers[layer].attention_post
+        if post is None:
+            return None
+        return norm_of(self.module(post)).statistics(attention_out)[1]
+
+
+def norm_of(module: Any) -> Norm:
+    """Read a norm module's kind and parameters."""
+    inner = module.original_component
+    kind = "rms" if module.uses_rms_norm else "layer"
+    weight = getattr(inner, "weight", None)
+    if weight is not None and module.uses_weight_offset:
+        weight = 1.0 + weight
+    bias = getattr(inner, "bias", None) if kind == "layer" else None
+    return Norm(kind, weight, bias, _epsilon(module, inner))
+
+
+def _epsilon(module: Any, inner: Any) -> float:
+    for name in ("eps", "variance_epsilon"):
+        value = getattr(inner, name, None)
+        if value is not None:
+            return float(value)
+    return float(getattr(module.config, "eps", 1e-5))
+
+
+def _weight_out_in(module: Any) -> tuple[Tensor, Tensor | None]:
+    """A linear module's weight as `[out, in]`, whatever its layout."""
+    inner = module.original_component
+    weight = inner.weight
+    if not isinstance(inner, nn.Linear) and type(inner).__name__ == "Conv1D":
+        weight = weight.t()
+    elif not isinstance(inner, nn.Linear):
+        raise ModelError(
+            "architecture_unsupported",
+            f"the projection {module.name} is a {type(inner).__name__}, not a linear "
+            "map, so its heads can't be told apart",
+            value=type(inner).__name__,
+        )
+    return weight, getattr(inner, "bias", None)
+
+
+def _digest_weights(named: Sequence[tuple[str, Tensor]]) -> str:
+    found = hashlib.sha256()
+    for name, parameter in sorted(named, key=lambda item: item[0]):
+        found.update(name.encode())
+        data = parameter.detach().cpu().contiguous().reshape(-1)
+        found.update(data.view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _gather(positions: Tensor) -> Callable[[Tensor], Tensor]:
+    index = positions[:, None] if positions.ndim == 1 else positions
+
+    def gather(hidden: Tensor) -> Tensor:
+        wide = index[..., None].expand(-1, -1, hidden.shape[-1])
+        return hidden.gather(1, wide)
+
+    return gather
+
+
+def _pass_through(value: Tensor) -> Tensor:
+    return value
+
+
+def _pass_in_tuple(value: Tensor) -> tuple[Tensor]:
+    return (value,)
+
+
+def _hooked(module: Any) -> bool:
+    names = ("hook_in", "hook_out", "hook_normalized", "hook_scale")
+    points = [getattr(module, name, None) for name in names]
+    if module._forward_hooks or module._backward_hooks:
+        return True
+    return any(p is not None and (p.fwd_hooks or p.bwd_hooks) for p in points)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _installed(module: nn.Module, tap: Tap) -> Iterator[None]:
+    """Install one tap on a module for the length of the `with`."""
+    if tap.site.slot == "instead":
+        yield from _instead(module, tap.fn)
+        return
+    if tap.site.slot == "in":
+        handle = module.register_forward_pre_hook(_before(tap.fn), with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(_after(tap.fn))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _instead(module: nn.Module, fn: Callable) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+
+    def forward(*args, **kwargs):
+        return fn(args[0] if args else kwargs["hidden_states"])
+
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def _before(fn: Callable) -> Callable:
+    def hook(_module, args, kwargs):
+        if args:
+            new = fn(args[0])
+            return None if new is None else ((new, *args[1:]), kwargs)
+        new = fn(kwargs["hidden_states"])
+        return None if new is None else (args, {**kwargs, "hidden_states": new})
+
+    return hook
+
+
+def _after(fn: Callable) -> Callable:
+    def hook(_module, _args, output):
+        if isinstance(output, tuple):
+            new = fn(output[0])
+            return None if new is None else (new, *output[1:])
+        return fn(output)
+
+    return hook
