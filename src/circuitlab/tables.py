@@ -127,17 +127,45 @@ def digest(*values: object) -> str:
 
 
 def digest_table(table: pa.Table) -> str:
-    """SHA-256 over a table's columns, equal however the rows are chunked."""
+    """SHA-256 over a table's columns, equal however the rows are chunked.
+
+    Floats count by their bits, so that −0.0, infinities and NaN are told apart; null is
+    no number. Integer widths, float widths and string encodings make no difference.
+    """
     found = hashlib.sha256()
     for name in table.column_names:
-        found.update(name.encode())
-        column = table[name].combine_chunks()
-        if pa.types.is_floating(column.type):
-            values = column.to_numpy(zero_copy_only=False).astype("<f8")
-            found.update(np.ascontiguousarray(values).tobytes())
-        else:
-            found.update(canonical_json(column.to_pylist()).encode())
+        kind, parts = _column_bytes(pa.concat_arrays(_chunks(table[name])))
+        head = canonical_json([name, kind, table.num_rows, [len(p) for p in parts]])
+        found.update(head.encode())
+        for part in parts:
+            found.update(part)
     return found.hexdigest()
+
+
+def _chunks(column: pa.ChunkedArray) -> list[pa.Array]:
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.chunks or [pa.nulls(0, column.type)]
+
+
+def _column_bytes(column: pa.Array) -> tuple[str, list[bytes]]:
+    """A column's kind and its content as bytes; nulls are a mask of their own."""
+    mask = column.is_valid().to_numpy(zero_copy_only=False)
+    valid = [np.packbits(mask).tobytes()] if column.null_count else []
+    kind = column.type
+    if pa.types.is_floating(kind):
+        values = column.to_numpy(zero_copy_only=False).astype("<f8")
+        return "float", [np.where(mask, values, 0.0).tobytes(), *valid]
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        values = column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+        return "integer", [values.astype("<i8").tobytes(), *valid]
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        # In order of first appearance, so equal columns have equal dictionaries.
+        coded = column.dictionary_encode()
+        places = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        words = canonical_json(coded.dictionary.to_pylist()).encode()
+        return "string", [words, places.astype("<i4").tobytes()]
+    return "other", [canonical_json(column.to_pylist()).encode()]
 
 
 @dataclass(frozen=True)
