@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -160,6 +161,10 @@ class Backend(Protocol):
         d_vocab]`. `resume=(layer, stream)` starts at that block from the given input
         `[example, pos, d_model]`; earlier blocks do not run.
         """
+        ...
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """No parameter asks for a gradient inside; the flags are put back after."""
         ...
 
     def norm(self, layer: int, reader: Literal["attention", "mlp"]) -> Norm: ...

@@ -150,7 +150,9 @@ class TransformerLensModel:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(_eval_mode(self.bridge))
             for tap in taps:
-                stack.enter_context(_installed(self.module(tap.site.path), tap))
+                fn = _unflattened(tap.fn, batch.tokens.shape)
+                module = self.module(tap.site.path)
+                stack.enter_context(_installed(module, tap.site.slot, fn))
             return self.bridge(
                 batch.tokens,
                 attention_mask=batch.mask.long() if padded else None,
@@ -334,16 +336,28 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def _unflattened(fn: Callable, shape: tuple[int, ...]) -> Callable:
+    """Give `fn` rows and positions apart, also where a block merges them (OPT)."""
+
+    def apart(value: Tensor) -> Any:
+        if value.ndim != 2 or value.shape[0] != shape[0] * shape[1]:
+            return fn(value)
+        new = fn(value.unflatten(0, shape))
+        return new.flatten(0, 1) if isinstance(new, Tensor) else new
+
+    return apart
+
+
 @contextmanager
-def _installed(module: nn.Module, tap: Tap) -> Iterator[None]:
-    """Install one tap on a module for the length of the `with`."""
-    if tap.site.slot == "instead":
-        yield from _instead(module, tap.fn)
+def _installed(module: nn.Module, slot: str, fn: Callable) -> Iterator[None]:
+    """Install a tap's function on a module for the length of the `with`."""
+    if slot == "instead":
+        yield from _instead(module, fn)
         return
-    if tap.site.slot == "in":
-        handle = module.register_forward_pre_hook(_before(tap.fn), with_kwargs=True)
+    if slot == "in":
+        handle = module.register_forward_pre_hook(_before(fn), with_kwargs=True)
     else:
-        handle = module.register_forward_hook(_after(tap.fn))
+        handle = module.register_forward_hook(_after(fn))
     try:
         yield
     finally:

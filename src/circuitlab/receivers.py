@@ -1,0 +1,254 @@
+"""Receiver gradients: the two edge-seeded reads of one evaluation point.
+
+One backward, seeded with the metric at the unembedding output, reads every receiver
+group at its own output: the q, k and v projections' outputs, the MLP's normed input (on
+a branch of its own, since one norm may feed attention too), and the final norm's output.
+A second read pulls each group back to its pre-norm input: in closed form, because the
+norms are known (`norms.py`; a test holds it equal to autograd).
+
+Over several points (EAP-IG) what is summed stays small: r·dq per head `[.., d_head]`,
+and per point x̂ with one number per head, so that the map to d_model runs only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from circuitlab.backends import Backend, Tap, TokenBatch
+from circuitlab.errors import ArgumentError, ModelError
+from circuitlab.metrics import Metric
+from circuitlab.norms import Norm
+from circuitlab.sites import PORTS
+
+
+@dataclass
+class _PortSum:
+    """Sum over points of one port's cotangents: r·dq and the rank-one norm terms."""
+
+    cotangent: Tensor | None = None
+    along: list[Tensor] = field(default_factory=list)
+    normed: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Gradients at the pre-norm inputs of receivers that share one site.
+
+    `columns` are receiver indices, `gradient` `[receiver, example, pos, d_model]`;
+    `positions` int64 `[example, pos]` where only some positions are held, else None.
+    """
+
+    columns: np.ndarray
+    gradient: Tensor
+    positions: Tensor | None = None
+
+
+class GradientSum:
+    """Accumulates receiver gradients over the points of one chunk of examples."""
+
+    def __init__(self, model: Backend, metric: Metric):
+        self.model = model
+        self.metric = metric
+        self.unreachable: set[int] = set()
+        self._ports: dict[tuple[int, str], _PortSum] = {}
+        self._mlps: dict[int, Tensor] = {}
+        self._logits: Tensor | None = None
+        self._positions: Tensor | None = None
+
+    def add(
+        self, batch: TokenBatch, taps: Sequence[Tap] = (), weight: float = 1.0
+    ) -> Tensor:
+        """Run one point with `taps`, add its receiver gradients times `weight`.
+
+        Returns the metric per example, detached. The pass must start from a leaf at the
+        stream (`leaf_tap`). Raises ArgumentError `metric_ignores_logits`, ModelError
+        `model_without_gradients`.
+        """
+        seen = _Seen(self.model)
+        positions = batch.last if self.metric.positions == "last" else None
+        logits = self.model.run(
+            batch, [*taps, *seen.taps()], grad=True, positions=positions
+        )
+        values = self.metric(logits, batch)
+        gradients = _backward(values, seen, logits)
+        self._positions = None if positions is None else positions[:, None]
+        with torch.no_grad():
+            self._take(seen, gradients, weight)
+        return values.detach()
+
+    def _take(self, seen: _Seen, gradients: dict, weight: float) -> None:
+        for layer in range(self.model.shape.n_layers):
+            norm = self.model.norm(layer, "attention")
+            statistics = None
+            for port in PORTS:
+                gradient = gradients.get((layer, port))
+                if gradient is None:
+                    self._miss(layer, port)
+                    continue
+                if statistics is None:
+                    statistics = norm.statistics(seen.stream[layer].detach())
+                out = seen.tensors[layer, port].detach()
+                self._take_port(layer, port, gradient * weight, out, norm, statistics)
+            if self.model.shape.has_mlp:
+                self._take_mlp(seen, layer, gradients.get((layer, "in")), weight)
+        self._take_logits(seen, gradients.get("logits"), weight)
+
+    def _take_port(self, layer, port, gradient, out, norm: Norm, statistics) -> None:
+        found = self._ports.setdefault((layer, port), _PortSum())
+        weight, bias = self.model.projection(layer, port)
+        normed, r = statistics
+        dq = gradient.unflatten(-1, weight.shape[:2])
+        if norm.kind != "none":
+            # x̂·(W'ᵀ dq) = (W γx̂)·dq: the projection's own output, less its constants.
+            constant = norm.constant_through(weight)
+            constant = constant if bias is None else constant + bias
+            inner = out.unflatten(-1, weight.shape[:2]) - constant
+            along = (inner * dq).sum(-1) * (r / normed.shape[-1])
+            found.along.append(along)
+            found.normed.append(normed)
+            dq = dq * r[..., None]
+        found.cotangent = dq if found.cotangent is None else found.cotangent + dq
+
+    def _take_mlp(self, seen: _Seen, layer: int, gradient, weight: float) -> None:
+        if gradient is None:
+            self._miss(layer, "in")
+            return
+        norm = self.model.norm(layer, "mlp")
+        pulled = norm.pull(gradient * weight, seen.mlp_stream[layer].detach())
+        before = self._mlps.get(layer)
+        self._mlps[layer] = pulled if before is None else before + pulled
+
+    def _take_logits(self, seen: _Seen, gradient, weight: float) -> None:
+        if gradient is None:
+            self.unreachable.add(self.model.shape.receiver_index["logits"])
+            return
+        stream = seen.final.detach()
+        if self._positions is not None:
+            index = self._positions[..., None].expand(-1, -1, stream.shape[-1])
+            stream, gradient = stream.gather(1, index), gradient.gather(1, index)
+        pulled = self.model.final_norm().pull(gradient * weight, stream)
+        self._logits = pulled if self._logits is None else self._logits + pulled
+
+    def _miss(self, layer: int, port: str) -> None:
+        self.unreachable.update(self.model.shape.columns(layer, port).tolist())
+
+    def groups(self):
+        """Yield a `Group` per layer's attention, MLP and the logits, in order."""
+        for layer in range(self.model.shape.n_layers):
+            attention = self._attention(layer)
+            if attention is not None:
+                yield attention
+            if layer in self._mlps:
+                columns = self.model.shape.columns(layer, "in")
+                yield Group(columns, self._mlps[layer][None])
+        if self._logits is not None:
+            columns = np.array([self.model.shape.receiver_index["logits"]])
+            yield Group(columns, self._logits[None], self._positions)
+
+    def _attention(self, layer: int) -> Group | None:
+        ports = [port for port in PORTS if (layer, port) in self._ports]
+        if not ports:
+            return None
+        shape = self.model.shape
+        columns = np.concatenate([shape.columns(layer, port) for port in ports])
+        first = self._ports[layer, ports[0]].cotangent
+        assert first is not None
+        out = first.new_empty(len(columns), *first.shape[:2], shape.d_model)
+        start = 0
+        for port in ports:
+            stop = start + len(shape.columns(layer, port))
+            self._pull_port(layer, port, out[start:stop])
+            start = stop
+        return Group(columns, out)
+
+    def _pull_port(self, layer: int, port: str, out: Tensor) -> None:
+        """Write the port's pre-norm gradients `[head, example, pos, d_model]`."""
+        found = self._ports[layer, port]
+        assert found.cotangent is not None
+        weight, _ = self.model.projection(layer, port)
+        folded = self.model.norm(layer, "attention").fold_into(weight)
+        by_head = found.cotangent.permute(2, 0, 1, 3).flatten(1, 2)
+        torch.bmm(by_head, folded, out=out.view(len(out), -1, out.shape[-1]))
+        for along, normed in zip(found.along, found.normed, strict=True):
+            out.addcmul_(along.permute(2, 0, 1)[..., None], normed[None], value=-1)
+
+
+class _Seen:
+    """Taps that keep the live tensors of one differentiated pass."""
+
+    def __init__(self, model: Backend):
+        self.model = model
+        self.tensors: dict = {}
+        self.stream: dict[int, Tensor] = {}
+        self.mlp_stream: dict[int, Tensor] = {}
+        self.final: Tensor
+
+    def taps(self) -> list[Tap]:
+        found = []
+        for i, layer in enumerate(self.model.layers):
+            found.append(Tap(layer.attention_stream, self._keep(self.stream, i)))
+            found += [
+                Tap(getattr(layer, port), self._keep(self.tensors, (i, port)))
+                for port in PORTS
+            ]
+            if layer.mlp_stream and layer.mlp_in:
+                found.append(Tap(layer.mlp_stream, self._keep(self.mlp_stream, i)))
+                found.append(Tap(layer.mlp_in, self._branch((i, "in"))))
+        found.append(Tap(self.model.final_stream, self._keep_final))
+        found.append(Tap(self.model.final_out, self._keep(self.tensors, "logits")))
+        return found
+
+    def _keep(self, where: dict, key):
+        def fn(value: Tensor) -> None:
+            where[key] = value
+
+        return fn
+
+    def _keep_final(self, value: Tensor) -> None:
+        self.final = value
+
+    def _branch(self, key):
+        def fn(value: Tensor) -> Tensor:
+            self.tensors[key] = value.view_as(value)
+            return self.tensors[key]
+
+        return fn
+
+
+def leaf_tap(model: Backend, value: Tensor | None = None) -> Tap:
+    """Start gradients at the stream: from its own value, or from a given one."""
+
+    def fn(stream: Tensor) -> Tensor:
+        start = stream if value is None else value
+        return start.detach().requires_grad_()
+
+    return Tap(model.stream, fn)
+
+
+def _backward(values: Tensor, seen: _Seen, logits: Tensor) -> dict:
+    if not logits.requires_grad:
+        raise ModelError(
+            "model_without_gradients",
+            "the logits carry no graph: the model cuts gradients, so nothing can be "
+            "attributed; use method=Exact()",
+        )
+    if not values.requires_grad:
+        raise ArgumentError(
+            "metric_ignores_logits",
+            "the metric does not depend on the logits (or detaches them), so every score "
+            "would be zero; compute it from the logits it is given",
+        )
+    names = [key for key, tensor in seen.tensors.items() if tensor.requires_grad]
+    tensors = [seen.tensors[key] for key in names]
+    found = torch.autograd.grad(values.sum(), tensors, allow_unused=True)
+    if all(gradient is None for gradient in found):
+        raise ArgumentError(
+            "metric_ignores_logits",
+            "no receiver reaches the metric: it does not depend on the model's logits",
+        )
+    return dict(zip(names, found, strict=True))
