@@ -157,8 +157,8 @@ def _blocks(model: Backend, values: SenderValues, first: int, last: int):
         at = shape.rows(layer, "head")
         low, high = max(int(at[0]), first), min(int(at[-1]) + 1, last)
         if low < high:
-            part = values.heads[layer][:, :, low - at[0] : high - at[0]]
-            yield low, head_writes(model, layer, part, low - int(at[0]))
+            which = slice(low - int(at[0]), high - int(at[0]))
+            yield low, head_writes(model, layer, values.heads[layer][:, :, which], which)
         if shape.has_mlp:
             own = int(shape.rows(layer, "mlp")[0])
             if first <= own < last:
@@ -166,19 +166,21 @@ def _blocks(model: Backend, values: SenderValues, first: int, last: int):
 
 
 def head_writes(
-    model: Backend, layer: int, heads: Tensor, first_head: int = 0
+    model: Backend, layer: int, heads: Tensor, which: slice | list[int] = slice(None)
 ) -> Tensor:
-    """What heads from `first_head` on add to the stream: `[example, pos, head, d_head]`
-    → `[head, example, pos, d_model]`."""
+    """What heads add to the stream: `[example, pos, head, d_head]` → `[head, example,
+    pos, d_model]`. `which` says which of the layer's heads they are."""
     by_head = heads.permute(2, 0, 1, 3)
     if not model.shape.split_heads:
         return by_head
-    weight = model.output_projection(layer)[0][first_head : first_head + len(by_head)]
+    weight = model.output_projection(layer)[0][which]
     return torch.bmm(by_head.flatten(1, 2), weight).unflatten(1, by_head.shape[1:3])
 
 
 def constant_writes(model: Backend, layer: int) -> Tensor | None:
     """The attention output bias: it belongs to no component, and no ablation moves it."""
+    if not model.shape.split_heads:
+        return None
     return model.output_projection(layer)[1]
 
 

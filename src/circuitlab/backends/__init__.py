@@ -57,6 +57,19 @@ class Tap:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A named tensor that the model offers: `name` is its module's path too.
+
+    `spellings` are all its names, the canonical one first. `gate` is the call that
+    would make it fire, where a flag keeps it from firing.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """Token rows of one length, with what a metric needs to read the logits.
 
@@ -161,6 +174,18 @@ class Backend(Protocol):
         d_vocab]`. `resume=(layer, stream)` starts at that block from the given input
         `[example, pos, d_model]`; earlier blocks do not run.
         """
+        ...
+
+    def bypass(self, layer: int) -> Tap:
+        """A tap that lets the stream pass a block without running it."""
+        ...
+
+    def points(self) -> tuple[Point, ...]:
+        """The named tensors, grouped by identity, in the model's own order."""
+        ...
+
+    def remembered(self, what: str, find: Callable[[], Any]) -> Any:
+        """A fact about the model, found once for as long as its flags stand."""
         ...
 
     def frozen(self) -> AbstractContextManager[None]:

@@ -90,11 +90,12 @@ def _shape(bridge: Any, blocks: Sequence[Any]) -> ModelShape:
 
 
 def _splits(block: Any) -> bool:
-    """Heads add up under a post-norm only if it neither centres nor shifts."""
+    """Heads add up under a post-norm only if it neither centres nor shifts, and only
+    if no bias takes a share of its scale."""
     if "ln1_post" not in block.submodules:
         return True
-    post = norm_of(block.ln1_post)
-    return post.kind == "rms"
+    bias = getattr(block.attn.o.original_component, "bias", None)
+    return norm_of(block.ln1_post).kind == "rms" and bias is None
 
 
 def _layer_sites(layer: int, block: Any, shape: ModelShape) -> LayerSites:
@@ -169,6 +170,8 @@ def _look(model: TransformerLensModel, batch: TokenBatch) -> _Seen:
     wanted = [site for layer in model.layers for site in _sites(layer)]
     wanted += [model.stream, model.final_stream, model.final_out]
     wanted += [Site(f"blocks.{i}.attn.q", "in") for i in range(len(model.layers))]
+    posts = [layer.attention_post for layer in model.layers]
+    wanted += [Site(path) for path in posts if path]
 
     def keep(site: Site):
         def fn(value: Tensor) -> None:
@@ -254,16 +257,25 @@ def _check_sums(model: TransformerLensModel, seen: _Seen) -> None:
     for i, layer in enumerate(model.layers):
         before = total
         _check_sum(model, layer.attention_stream, seen, total)
-        weight, bias = model.output_projection(i)
-        z = seen.values[layer.z].unflatten(-1, (model.shape.n_heads, -1))
-        heads = torch.einsum("bshk,hkd->bsd", z, weight)
-        r = model.post_scale(i, seen.values[layer.attention_out])
-        total = total + (heads if bias is None else heads + bias) * (1 if r is None else r)
+        total = total + _attention_writes(model, i, seen)
         if layer.mlp_stream and layer.mlp_out:
             reads = before if model.shape.parallel else total
             _check_sum(model, layer.mlp_stream, seen, reads)
             total = total + model.mlp_scale(i) * seen.values[layer.mlp_out]
     _check_sum(model, model.final_stream, seen, total)
+
+
+def _attention_writes(model: TransformerLensModel, i: int, seen: _Seen) -> Tensor:
+    layer = model.layers[i]
+    if not model.shape.split_heads:
+        assert layer.attention_post is not None
+        return seen.values[Site(layer.attention_post)]
+    weight, bias = model.output_projection(i)
+    z = seen.values[layer.z].unflatten(-1, (model.shape.n_heads, -1))
+    heads = torch.einsum("bshk,hkd->bsd", z, weight)
+    heads = heads if bias is None else heads + bias
+    r = model.post_scale(i, seen.values[layer.attention_out])
+    return heads if r is None else heads * r
 
 
 def _check_sum(model: TransformerLensModel, site: Site, seen: _Seen, total: Tensor):

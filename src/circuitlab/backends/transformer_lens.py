@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from circuitlab.backends import Capability, LayerSites, Site, Tap, TokenBatch
+from circuitlab.backends import Capability, LayerSites, Point, Site, Tap, TokenBatch
+from circuitlab.backends.points import flags, hook_points
 from circuitlab.errors import ModelError
 from circuitlab.norms import Norm
 from circuitlab.sites import ModelShape
@@ -53,6 +54,7 @@ class TransformerLensModel:
         self.final_stream = Site("ln_final", "in")
         self.final_out = Site("ln_final", "out")
         self._digest: tuple[tuple[int, ...], str] | None = None
+        self._facts: dict[tuple[str, tuple[bool, ...]], Any] = {}
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -90,6 +92,19 @@ class TransformerLensModel:
         if self._digest is None or self._digest[0] != state:
             self._digest = (state, _digest_weights(named))
         return self._digest[1]
+
+    # --- names ---
+
+    def points(self) -> tuple[Point, ...]:
+        """The bridge's hook points, grouped by identity, in its own order."""
+        return hook_points(self.bridge)
+
+    def remembered(self, what: str, find: Callable[[], Any]) -> Any:
+        """A fact about the model, found once for as long as the bridge's flags stand."""
+        key = (what, flags(self.bridge))
+        if key not in self._facts:
+            self._facts[key] = find()
+        return self._facts[key]
 
     # --- tokens ---
 
@@ -179,13 +194,18 @@ class TransformerLensModel:
             found = found[int(part)] if part.isdigit() else getattr(found, part)
         return found
 
-    def _resume_taps(self, layer: int, stream: Tensor) -> list[Tap]:
+    def bypass(self, layer: int) -> Tap:
+        """A tap that lets the stream pass a block without running it."""
         skip = _pass_in_tuple if self.blocks_return_tuples else _pass_through
-        skipped = [Tap(Site(f"blocks.{i}", "instead"), skip) for i in range(layer)]
+        return Tap(Site(f"blocks.{layer}", "instead"), skip)
+
+    def _resume_taps(self, layer: int, stream: Tensor) -> list[Tap]:
+        skipped = [self.bypass(i) for i in range(layer)]
         return [*skipped, Tap(Site(f"blocks.{layer}", "in"), lambda _: stream)]
 
     def _norm_taps(self, taps: Sequence[Tap]) -> list[Tap]:
         replaced = {tap.site.path for tap in taps if tap.site.slot == "instead"}
+        replaced |= {tap.site.path.rpartition(".hook_")[0] for tap in taps}
         return [
             Tap(Site(path, "instead"), norm)
             for path, norm in self._norms().items()
