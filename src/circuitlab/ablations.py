@@ -107,7 +107,9 @@ class AblationSource:
     Set-wide means and donors are fixed at construction; `record` says which.
     """
 
-    def __init__(self, model: Backend, prompts: Prompts, ablation: Ablation, metric: Metric):
+    def __init__(
+        self, model: Backend, prompts: Prompts, ablation: Ablation, metric: Metric
+    ):
         self.model = model
         self.prompts = prompts
         self.ablation = ablation
@@ -156,7 +158,9 @@ class AblationSource:
         return self._means.map(fit)
 
     def _draw(self, ablation: Resample) -> tuple[tuple[int, ...], ...]:
-        pool = ablation.reference.clean if ablation.reference else self.prompts.corrupted
+        pool = (
+            ablation.reference.clean if ablation.reference else self.prompts.corrupted
+        )
         generator = np.random.default_rng(ablation.seed)
         lengths = np.array([len(row) for row in pool])
         donors = []
@@ -177,7 +181,9 @@ class AblationSource:
         return tuple(pool[i] for i in donors)
 
     def _average(self, ablation: Mean) -> SenderValues:
-        pool = ablation.reference.clean if ablation.reference else self.prompts.corrupted
+        pool = (
+            ablation.reference.clean if ablation.reference else self.prompts.corrupted
+        )
         longest = max(len(row) for row in (*pool, *self.prompts.clean))
         if ablation.positional and longest > max(len(row) for row in pool):
             raise ArgumentError(

@@ -325,7 +325,10 @@ class ScoreSum:
             change = float(ablated - clean)
             first_order = float(self.total[0].sum() / self.n)
             found["completeness_error"] = first_order - change
-            found["metric_clean"], found["metric_ablated"] = float(clean), float(ablated)
+            found["metric_clean"], found["metric_ablated"] = (
+                float(clean),
+                float(ablated),
+            )
         return found
 
 

@@ -43,7 +43,9 @@ class Metric:
         """Evaluate; raises DataError `metric_not_finite` naming the row, and
         ArgumentError `metric_shape_invalid`."""
         if self.positions == "last" and logits.ndim == 3:
-            logits = logits.squeeze(1) if logits.shape[1] == 1 else _at_last(logits, batch)
+            logits = (
+                logits.squeeze(1) if logits.shape[1] == 1 else _at_last(logits, batch)
+            )
         values = self.fn(logits, batch)
         if tuple(values.shape) != (len(batch),):
             raise ArgumentError(
@@ -218,7 +220,12 @@ def custom(
         )
     label = name or getattr(fn, "__qualname__", "custom")
     return Metric(
-        f"custom:{label}", fn, higher_is_better, positions, params or {}, needs_clean=True
+        f"custom:{label}",
+        fn,
+        higher_is_better,
+        positions,
+        params or {},
+        needs_clean=True,
     )
 
 

@@ -158,7 +158,10 @@ def _blocks(model: Backend, values: SenderValues, first: int, last: int):
         low, high = max(int(at[0]), first), min(int(at[-1]) + 1, last)
         if low < high:
             which = slice(low - int(at[0]), high - int(at[0]))
-            yield low, head_writes(model, layer, values.heads[layer][:, :, which], which)
+            yield (
+                low,
+                head_writes(model, layer, values.heads[layer][:, :, which], which),
+            )
         if shape.has_mlp:
             own = int(shape.rows(layer, "mlp")[0])
             if first <= own < last:

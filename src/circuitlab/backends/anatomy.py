@@ -52,7 +52,9 @@ def _block_reason(bridge: Any) -> str | None:
     for i, block in enumerate(bridge.blocks):
         parts = block.submodules
         if "attn" not in parts or getattr(block, "attn", None) is None:
-            return f"block {i} has no attention ({', '.join(parts)}): a state-space mixer"
+            return (
+                f"block {i} has no attention ({', '.join(parts)}): a state-space mixer"
+            )
         missing = [p for p in "qkvo" if p not in block.attn.submodules]
         if missing:
             return f"block {i}'s attention has no {', '.join(missing)} projection"
@@ -217,7 +219,9 @@ def _check_shapes(model: TransformerLensModel, seen: _Seen) -> None:
     }
     for layer in model.layers:
         for site in _sites(layer):
-            name = next(n for n in layer.__dataclass_fields__ if getattr(layer, n) == site)
+            name = next(
+                n for n in layer.__dataclass_fields__ if getattr(layer, n) == site
+            )
             expected = (2, PROBE_LENGTH, widths.get(name, shape.d_model))
             found = tuple(seen.values[site].shape)
             if found != expected:
@@ -244,7 +248,9 @@ def _check_norms(model: TransformerLensModel, seen: _Seen) -> None:
             ours = model.norm(i, reader)(seen.values[stream])  # type: ignore[arg-type]
             error = _error(ours, seen.values[after])
             if error > _tolerance(model):
-                raise _failed(model, after, "the norm's closed form", f"off by {error:.2g}")
+                raise _failed(
+                    model, after, "the norm's closed form", f"off by {error:.2g}"
+                )
     ours = model.final_norm()(seen.values[model.final_stream])
     error = _error(ours, seen.values[model.final_out])
     if error > _tolerance(model):
@@ -296,5 +302,6 @@ def _check_edits(model: TransformerLensModel, batch: TokenBatch, seen: _Seen) ->
             noise = (noise * seen.values[site].std().cpu()).to(seen.values[site])
             logits = model.run(batch, [Tap(site, lambda x, n=noise: x + n)])
             if torch.equal(logits, seen.logits) or _error(logits, seen.logits) < 1e-7:
-                raise _failed(model, site, "an edit that changes the logits", "no change")
-
+                raise _failed(
+                    model, site, "an edit that changes the logits", "no change"
+                )

@@ -84,7 +84,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_bridge(spec: Any) -> bool:
-    return isinstance(spec, nn.Module) and hasattr(spec, "blocks") and hasattr(spec, "cfg")
+    return (
+        isinstance(spec, nn.Module) and hasattr(spec, "blocks") and hasattr(spec, "cfg")
+    )
 
 
 def _name_of(model: Any) -> str:
@@ -163,7 +165,9 @@ def _load_hf(spec: str, revision: str | None, trust_remote_code: bool):
     if spec == "embedded":
         spec = str(embedded_folder())
     path = Path(spec).expanduser()
-    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
+    if path.suffix == ".gguf" or (
+        path.is_dir() and not (path / "config.json").exists()
+    ):
         return _load_gguf(path)
     if not path.exists() and (spec.startswith((".", "/", "~")) or spec.count("/") > 1):
         raise ModelError(
