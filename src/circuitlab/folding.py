@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from circuitlab.errors import StoreError
-from circuitlab.records import KEPT, OPEN, dump_json
+from circuitlab.kept import KEPT, OPEN, dump_json
 from circuitlab.run_rows import RUN, run_row
 from circuitlab.spool import EVENT, Event, Part, Spool
 

@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from circuitlab.folding import DATASET, dataset_row, restored
-from circuitlab.records import KEPT, OPEN
+from circuitlab.kept import KEPT, OPEN
 from circuitlab.run_rows import RUN, run_row
 from circuitlab.spool import EVENT, Event, Part
 

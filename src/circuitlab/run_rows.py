@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from circuitlab.records import dump_json, dump_strict_json
+from circuitlab.kept import dump_json, dump_strict_json
 
 _VERSIONS = ("circuitlab", "torch", "transformer-lens", "transformers", "numpy")
 

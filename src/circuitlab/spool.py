@@ -24,15 +24,8 @@ import pyarrow.parquet as pq
 
 from circuitlab.errors import StoreError
 from circuitlab.folders import HEAD
-from circuitlab.records import (
-    KEPT,
-    OPEN,
-    Dataset,
-    Record,
-    dump_json,
-    kept_table,
-    original_table,
-)
+from circuitlab.kept import KEPT, OPEN, dump_json, kept_table, original_table
+from circuitlab.records import Dataset, Record
 from circuitlab.tables import Run
 
 FORMAT = 1
@@ -178,7 +171,7 @@ class Part:
         tables = {}
         for name, table in self.kept().items():
             tables[name] = original_table(table, schema_of(self.files[name], name))
-        return Record(self.run, tables, self.head.get("type", ""))
+        return record_from(self.head, tables)
 
     def dataset(self) -> Dataset:
         facts = self.head["dataset"]
@@ -197,6 +190,12 @@ class Part:
             value=value,
             expected=expected,
         )
+
+
+def record_from(head: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Record:
+    """The record that a head describes, with these tables."""
+    run = Run.from_json(head["run"])
+    return Record(run, tables, head.get("type") or "", head.get("extra") or {})
 
 
 def schema_of(facts: Mapping[str, Any], name: str) -> pa.Schema:
@@ -228,6 +227,7 @@ def part_of_record(record: Record) -> tuple[str, dict[str, bytes]]:
         "policy_digest": record.run.policy_digest,
         "params_digest": record.run.params_digest,
         "run": record.run.to_json(),
+        "extra": dict(record.extra),
         "files": facts,
     }
     files[HEAD] = dump_json(head).encode()

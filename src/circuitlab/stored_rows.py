@@ -7,9 +7,9 @@ import json
 import duckdb
 import pyarrow as pa
 
-from circuitlab.records import KEPT, OPEN, Dataset, Record, original_table
-from circuitlab.spool import schema_of
-from circuitlab.tables import Run
+from circuitlab.kept import KEPT, OPEN, original_table
+from circuitlab.records import Dataset, Record
+from circuitlab.spool import record_from, schema_of
 
 _JOINS = {
     "edge": "join edge_name d using (edge_no)",
@@ -32,7 +32,7 @@ def read_record(con: duckdb.DuckDBPyConnection, run_id: str) -> Record | None:
     for name, facts in head["files"].items():
         kept = _read(con, name, number)
         tables[name] = original_table(kept, schema_of(facts, name))
-    return Record(Run.from_json(head["run"]), tables, head.get("type") or "")
+    return record_from(head, tables)
 
 
 def read_dataset(con: duckdb.DuckDBPyConnection, digest: str) -> Dataset | None:

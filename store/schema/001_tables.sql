@@ -157,8 +157,7 @@ create table circuit (
     name varchar,
     n_edges bigint,
     selector varchar,
-    provenance varchar,
-    scores_run varchar
+    provenance varchar
 );
 
 create table circuit_edge (
