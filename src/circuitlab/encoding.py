@@ -22,6 +22,7 @@ class Encoder:
 
     tokenizer: Any  # a transformers tokenizer, of any of its classes
     prepend_bos: bool
+    _ids: dict[str, Ids] = field(default_factory=dict, repr=False)
     _pieces: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -54,8 +55,10 @@ class Encoder:
 
     def ids(self, text: str) -> Ids:
         """Token ids of the text alone: no BOS, no other special token."""
-        found = self.tokenizer.encode(text, add_special_tokens=False)
-        return tuple(int(token) for token in found)
+        if text not in self._ids:
+            found = self.tokenizer.encode(text, add_special_tokens=False)
+            self._ids[text] = tuple(int(token) for token in found)
+        return self._ids[text]
 
     def prompt(self, text: str) -> Ids:
         """Token ids of a prompt, after the BOS token where there is one."""
@@ -87,10 +90,8 @@ class Encoder:
 
     def knows(self, text: str) -> bool:
         """Whether no part of the text is outside the vocabulary."""
-        unknown = self.tokenizer.unk_token_id
         found = self.ids(text)
-        special = self.tokenizer.all_special_ids
-        return bool(found) and (unknown not in special or unknown not in found)
+        return bool(found) and self._unknown not in found
 
     def single(self, text: str) -> bool:
         """Whether the text, as it continues a sentence, is one known token."""
@@ -100,6 +101,10 @@ class Encoder:
     def digest(self) -> str:
         """Identity of the vocabulary."""
         return digest(sorted(self.tokenizer.get_vocab().items()))
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        return self.tokenizer.unk_token_id
 
     @cached_property
     def _splits_anywhere(self) -> bool:
