@@ -156,6 +156,15 @@ def site_key(path: str, slot: str = "out", pass_index: int = 1) -> str:
     return f"s1|{path}|{slot}|{pass_index}"
 
 
+@lru_cache(maxsize=1 << 12)
+def site_glob(pattern: str) -> re.Pattern[str]:
+    """A site pattern as a regular expression: `*` stays within one dotted segment,
+    `**` crosses segments, everything else is literal."""
+    parts = re.split(r"(\*\*|\*)", pattern)
+    spelled = {"**": ".*", "*": r"[^.]*"}
+    return re.compile("".join(spelled.get(part, re.escape(part)) for part in parts))
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What decides a model's components and edges, and nothing else.

@@ -61,12 +61,14 @@ class Point:
     """A named tensor that the model offers: `name` is its module's path too.
 
     `spellings` are all its names, the canonical one first. `gate` is the call that
-    would make it fire, where a flag keeps it from firing.
+    would make it fire, where a flag keeps it from firing. `readonly`: writing there
+    breaks the model's own code.
     """
 
     name: str
     spellings: tuple[str, ...]
     gate: str | None = None
+    readonly: bool = False
 
 
 @dataclass(frozen=True)

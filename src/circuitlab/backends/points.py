@@ -28,9 +28,7 @@ def hook_points(bridge: Any) -> tuple[Point, ...]:
     for name, point in bridge.hook_dict.items():
         groups.setdefault(id(point), []).append(name)
         points[id(point)] = point
-    return tuple(
-        _point(points[key], tuple(names), bridge.cfg) for key, names in groups.items()
-    )
+    return tuple(_point(points[key], names, bridge) for key, names in groups.items())
 
 
 def flags(bridge: Any) -> tuple[bool, ...]:
@@ -39,9 +37,21 @@ def flags(bridge: Any) -> tuple[bool, ...]:
     return tuple(bool(getattr(bridge.cfg, name, False)) for name in names)
 
 
-def _point(point: Any, names: tuple[str, ...], cfg: Any) -> Point:
+def _point(point: Any, names: list[str], bridge: Any) -> Point:
     name = point.name if point.name in names else names[0]
     spellings = (name, *(other for other in names if other != name))
     flag = next((flag for suffix, flag in _GATES if name.endswith(suffix)), None)
-    closed = flag is not None and not getattr(cfg, flag, False)
-    return Point(name, spellings, f"set_{flag}(True)" if closed else None)
+    closed = flag is not None and not getattr(bridge.cfg, flag, False)
+    gate = f"set_{flag}(True)" if closed else None
+    return Point(name, spellings, gate, _inside_bare_norm(bridge, name))
+
+
+def _inside_bare_norm(bridge: Any, name: str) -> bool:
+    """Whether a norm without a weight would fail to rebuild its output from an edit."""
+    path, _, last = name.rpartition(".")
+    if last not in ("hook_scale", "hook_normalized"):
+        return False
+    found: Any = bridge
+    for part in path.split("."):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return getattr(found.original_component, "weight", None) is None

@@ -8,6 +8,7 @@ architecture. Hooks live inside one `run`; the model is never left changed.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -374,6 +375,9 @@ def _installed(module: nn.Module, slot: str, fn: Callable) -> Iterator[None]:
     if slot == "instead":
         yield from _instead(module, fn)
         return
+    if type(module).__name__ == "HookPoint":
+        yield from _at_point(module, fn)
+        return
     if slot == "in":
         handle = module.register_forward_pre_hook(_before(fn), with_kwargs=True)
     else:
@@ -382,6 +386,24 @@ def _installed(module: nn.Module, slot: str, fn: Callable) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _at_point(point: Any, fn: Callable) -> Iterator[None]:
+    """Install on a hook point, seen in its `fwd_hooks`: a norm computes its inner values
+    on the autograd path only if it sees a hook there. An edit of them makes it warn that
+    it recomputes its output from the edited value, which is what was asked for."""
+    from transformer_lens.hook_points import LensHandle
+
+    handle = LensHandle(point.register_forward_hook(_after(fn)))
+    point.fwd_hooks.append(handle)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*hook_(scale|normalized).*")
+            yield
+    finally:
+        handle.hook.remove()
+        if handle in point.fwd_hooks:
+            point.fwd_hooks.remove(handle)
 
 
 def _instead(module: nn.Module, fn: Callable) -> Iterator[None]:
