@@ -1,0 +1,185 @@
+"""From ids back to circuits, models and prompts: what the commands on runs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from circuitlab.cli_output import progress
+from circuitlab.cli_recipe import Recipe
+from circuitlab.errors import ArgumentError, StoreError
+
+if TYPE_CHECKING:
+    from circuitlab.backends import Backend
+    from circuitlab.circuits import Circuit
+    from circuitlab.evaluate import Evaluation
+    from circuitlab.prompts import Prompts
+    from circuitlab.store import Store
+    from circuitlab.tables import EdgeTable, Run
+
+
+def open_store(path: Any = None) -> Store:
+    """The store that a command works on."""
+    from circuitlab.store import Store
+
+    return Store(path)
+
+
+def load_edges(store: Store, run_id: str) -> EdgeTable:
+    """The edge run of that id. Raises StoreError `run_kind_wrong`, and as `load`."""
+    from circuitlab.tables import EdgeTable
+
+    found = store.load(run_id)
+    if not isinstance(found, EdgeTable):
+        raise StoreError(
+            "run_kind_wrong",
+            f"{run_id} is no run of edge scores but {_kind(found)}; "
+            "`circuitlab runs --kind edge` lists those",
+            value=_kind(found),
+            expected="edge",
+        )
+    return found
+
+
+def _kind(thing: Any) -> str:
+    run = getattr(thing, "run", None)
+    if hasattr(thing, "edges"):
+        return "a circuit"
+    return f"a run of kind {run.kind}" if run else type(thing).__name__
+
+
+def load_circuit(store: Store, any_id: str) -> tuple[Circuit | EdgeTable, str]:
+    """What an id names, with its run id: a circuit by its own id or by its run's, or a
+    run of edge scores. Raises StoreError `run_kind_wrong`, and as `load`."""
+    from circuitlab.circuits import Circuit
+    from circuitlab.tables import EdgeTable
+
+    try:
+        run_id = store.resolve(any_id)
+    except StoreError as error:
+        run_id = _by_circuit_id(store, any_id) if error.code == "run_unknown" else None
+        if run_id is None:
+            raise
+    found = store.load(run_id)
+    if not isinstance(found, Circuit | EdgeTable):
+        raise StoreError(
+            "run_kind_wrong",
+            f"{any_id} is neither a circuit nor a run of edge scores, but {_kind(found)}",
+            value=_kind(found),
+            expected=["circuit", "edge"],
+        )
+    return found, run_id
+
+
+def _by_circuit_id(store: Store, prefix: str) -> str | None:
+    """The latest saved circuit with an id that begins so."""
+    query = """
+        select c.run_id, c.circuit_id from v_circuit c join v_run r using (run_id)
+        where starts_with(c.circuit_id, ?) order by r.saved_at desc
+    """
+    rows = store.sql(query, [prefix]).to_pylist()
+    ids = sorted({row["circuit_id"] for row in rows})
+    if len(ids) > 1:
+        raise StoreError(
+            "run_ambiguous",
+            f"{prefix} is the beginning of {len(ids)} circuits; give more characters",
+            value=prefix,
+            expected=ids,
+        )
+    return rows[0]["run_id"] if rows else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The model and prompts that a run's circuits are evaluated on."""
+
+    recipe: Recipe
+    model: Backend
+    scored: Prompts
+    prompts: Prompts
+
+    @staticmethod
+    def of(
+        run: Run | None,
+        model: str | None,
+        metric: str | None,
+        on: str,
+        task: str | None,
+        file: Any,
+        n: int | None,
+        seed: int | None,
+    ) -> Bench:
+        """Load a run's model again and draw prompts to evaluate on.
+
+        Raises StoreError `run_not_reproducible`, ArgumentError `prompts_choice_unknown`,
+        and what loading and drawing raise.
+        """
+        if run is None:
+            raise StoreError(
+                "run_not_reproducible",
+                "this circuit does not say which scores chose it; evaluate it with the "
+                "library, on a model and prompts of your own",
+                value=None,
+            )
+        if on not in ("held-out", "scored"):
+            raise ArgumentError(
+                "prompts_choice_unknown",
+                f"--on {on!r}: write held-out or scored",
+                value=on,
+                expected=["held-out", "scored"],
+            )
+        recipe = Recipe.of(run)
+        recipe = replace(
+            recipe, model=model or recipe.model, metric=metric or recipe.metric
+        )
+        recipe.metric_value()
+        loaded = recipe.load_model()
+        _require_same_model(loaded, run)
+        scored = recipe.prompts(loaded)
+        if task or file:
+            other = recipe.on(
+                task=task, file=str(file) if file else None, n=n,
+                seed=recipe.seed if seed is None else seed,
+            )  # fmt: skip
+            return Bench(recipe, loaded, scored, other.prompts(loaded))
+        if n is not None or seed is not None:
+            return Bench(recipe, loaded, scored, _redrawn(recipe, loaded, n, seed))
+        prompts = scored if on == "scored" else recipe.held_out(loaded)
+        return Bench(recipe, loaded, scored, prompts)
+
+    def evaluate(self, circuit: Circuit, ablation: str, parent: str) -> Evaluation:
+        """Evaluate one circuit; the run points at the circuit's."""
+        from circuitlab.evaluate import evaluate
+
+        with progress("Evaluating") as advance:
+            found = evaluate(
+                self.model, self.prompts, self.recipe.metric_value(), circuit,
+                ablation=ablation, scored=self.scored, progress=advance,
+            )  # fmt: skip
+        return replace(found, run=replace(found.run, parent=parent))
+
+
+def _redrawn(
+    recipe: Recipe, model: Backend, n: int | None, seed: int | None
+) -> Prompts:
+    """Prompts of the same task or file, drawn otherwise."""
+    held = recipe.held_out(model) if seed is None else None
+    if held is not None:
+        return held if n is None or n >= len(held) else held[:n]
+    other = replace(recipe, seed=seed, n=recipe.n if n is None else n)
+    return other.prompts(model)
+
+
+def _require_same_model(model: Backend, run: Run) -> None:
+    """The weights must be those of the scores, wherever they lie now."""
+    found, wanted = model.info.identity(), run.model.identity()
+    different = sorted(key for key in wanted if found.get(key) != wanted[key])
+    if different:
+        raise ArgumentError(
+            "model_differs",
+            f"{model.info.name} is not the model of this run: {', '.join(different)} "
+            "differ; name the model that was scored with --model",
+            value=model.info.name,
+            expected=run.model.name,
+            different=different,
+        )

@@ -1,0 +1,285 @@
+"""Commands on circuits: circuit, evaluate, curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from circuitlab import cli_options as opt
+from circuitlab.cli_bench import Bench, load_circuit, load_edges, open_store
+from circuitlab.cli_output import print_csv, print_json, print_table, progress, say
+from circuitlab.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from circuitlab.circuits import Circuit
+    from circuitlab.tables import EdgeTable
+
+EVAL_COLUMNS = (
+    "circuit_id",
+    "label",
+    "rank",
+    "k",
+    "n_edges",
+    "n",
+    "faithfulness",
+    "faithfulness_low",
+    "faithfulness_high",
+    "metric",
+    "metric_full",
+    "metric_ablated",
+    "kl",
+    "accuracy",
+    "ablation",
+    "prompts_overlap",
+)
+
+
+def circuit(
+    run_id: opt.RunId,
+    top_k: opt.TopK = None,
+    top_fraction: opt.TopFraction = None,
+    threshold: opt.Threshold = None,
+    greedy: opt.Greedy = None,
+    mass: opt.Mass = None,
+    select: opt.Select = None,
+    rank: opt.Rank = None,
+    no_prune: opt.NoPrune = False,
+    name: Annotated[str, typer.Option(help="A name for the circuit.")] = "",
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Choose edges of a scored run: a circuit.
+
+    Saves it, and prints its edges and its id.
+    Edges that lie on no path from the input to the logits are dropped (--no-prune
+    keeps them), so a circuit can hold fewer edges than were asked for.
+
+    Example: circuitlab circuit 3f2a9c --top-k 200
+    """
+    with open_store(store) as opened:
+        edges = load_edges(opened, run_id)
+        cuts = _cuts(top_k, top_fraction, threshold, greedy, mass)
+        found = replace(
+            choose(edges, cuts, where=select, rank=rank, prune=not no_prune), name=name
+        )
+        saved = opened.save(found)
+    rows = [{"edge": edge, **_numbers(edges, edge)} for edge in found.ordered]
+    if as_csv:
+        print_csv(("edge", "score", "stderr"), rows)
+    elif as_json:
+        print_json(
+            {**circuit_facts(found, saved), "scores_run": edges.run_id, "edges": rows}
+        )
+    else:
+        print_table(("edge", "score", "stderr"), rows)
+        say(f"{describe(found)}")
+        say(f"circuit {found.id}")
+
+
+def _numbers(edges: EdgeTable, edge: str) -> dict[str, Any]:
+    row = edges[edge]
+    return {"score": row.score, "stderr": row.stderr}
+
+
+def describe(circuit: Circuit) -> str:
+    """How many edges and components a circuit keeps, of how many."""
+    universe = circuit.shape.n_edges if circuit.shape else None
+    share = f" of {universe:,} ({len(circuit) / universe:.1%})" if universe else ""
+    asked = circuit.n_requested
+    of_k = f"; {asked} were asked for" if asked not in (None, len(circuit)) else ""
+    return f"{len(circuit):,} edges{share}, {len(circuit.nodes)} components{of_k}"
+
+
+def circuit_facts(circuit: Circuit, saved: str) -> dict[str, Any]:
+    """What identifies a circuit, as plain values."""
+    return {
+        "circuit_id": circuit.id,
+        "run_id": saved,
+        "name": circuit.name,
+        "k": circuit.n_requested,
+        "n_edges": len(circuit),
+        "nodes": list(circuit.nodes),
+        "selector": circuit.provenance.get("text"),
+    }
+
+
+def _cuts(
+    top_k: int | None,
+    top_fraction: float | None,
+    threshold: float | None,
+    greedy: int | None,
+    mass: float | None,
+) -> dict[str, Any]:
+    given = {
+        "top_k": top_k,
+        "top_fraction": top_fraction,
+        "threshold": threshold,
+        "greedy": greedy,
+        "cumulative_mass": mass,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def choose(edges: EdgeTable, cuts: dict[str, Any], **how: Any) -> Circuit:
+    """The circuit that one cut takes; without a cut, all that `where` matches.
+
+    Raises ArgumentError `selection_ambiguous`, and what the selector raises.
+    """
+    from circuitlab import circuits
+
+    if len(cuts) > 1 or not (cuts or how.get("where")):
+        raise ArgumentError(
+            "selection_ambiguous",
+            "say what to keep with one of --top-k, --top-fraction, --threshold, --greedy, "
+            f"--mass (or --select alone); {len(cuts)} were given",
+            value=sorted(cuts),
+        )
+    name, value = next(iter(cuts.items()), ("top_fraction", 1.0))
+    return getattr(circuits, name)(edges, value, **how)
+
+
+def evaluate(
+    which: opt.CircuitOrRun,
+    top_k: opt.TopK = None,
+    top_fraction: opt.TopFraction = None,
+    threshold: opt.Threshold = None,
+    greedy: opt.Greedy = None,
+    mass: opt.Mass = None,
+    select: opt.Select = None,
+    rank: opt.Rank = None,
+    no_prune: opt.NoPrune = False,
+    ablation: opt.Ablation = "patch",
+    metric: opt.OtherMetric = None,
+    on: opt.On = "held-out",
+    task: opt.Task = None,
+    file: opt.File = None,
+    n: opt.Count = None,
+    seed: opt.OtherSeed = None,
+    model: opt.Where = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Measure a circuit's faithfulness, and save it.
+
+    Every edge outside the circuit is corrupted.
+
+    Faithfulness is 1 where the circuit does all that the model does, and 0 where it
+    does no more than the fully corrupted run. By default the prompts are ones that were
+    not scored.
+
+    Example: circuitlab evaluate 3f2a9c --top-k 200 --ablation patch
+    """
+    with open_store(store) as opened:
+        found, run_id = load_circuit(opened, which)
+        cuts = _cuts(top_k, top_fraction, threshold, greedy, mass)
+        circuit = _circuit_of(found, cuts, select, rank, not no_prune)
+        if circuit is not found:
+            run_id = opened.save(circuit)
+        bench = Bench.of(circuit.run, model, metric, on, task, file, n, seed)
+        result = bench.evaluate(circuit, ablation, run_id)
+        saved = opened.save(result, prompts=bench.prompts)
+    print_evaluation(result.rows.to_pylist(), saved, as_json, as_csv)
+
+
+def _circuit_of(
+    found: Circuit | EdgeTable, cuts: dict, select: str | None, rank: Any, prune: bool
+) -> Circuit:
+    from circuitlab.circuits import Circuit
+
+    if not isinstance(found, Circuit):
+        return choose(found, cuts, where=select, rank=rank, prune=prune)
+    if cuts or select:
+        raise ArgumentError(
+            "selection_ambiguous",
+            "this id is a circuit, whose edges are chosen already; leave --top-k and the "
+            "like out, or give the run of scores",
+            value=sorted(cuts),
+        )
+    return found
+
+
+def curve(
+    run_id: opt.RunId,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Numbers of edges, as 25,50,100; or mib, for CPR and CMD."),
+    ] = None,
+    rank: Annotated[
+        Literal["magnitude", "support"], typer.Option(help="What best means.")
+    ] = "magnitude",
+    no_prune: opt.NoPrune = False,
+    ablation: opt.Ablation = "patch",
+    metric: opt.OtherMetric = None,
+    on: opt.On = "held-out",
+    task: opt.Task = None,
+    file: opt.File = None,
+    n: opt.Count = None,
+    seed: opt.OtherSeed = None,
+    model: opt.Where = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Evaluate a run's circuits over sizes.
+
+    Saves the curve.
+
+    Example: circuitlab curve 3f2a9c --sizes 25,50,100,200
+    """
+    from circuitlab.evaluate import curve as evaluate_sizes
+
+    wanted: Any = "mib" if sizes == "mib" else _sizes(sizes)
+    with open_store(store) as opened:
+        edges = load_edges(opened, run_id)
+        bench = Bench.of(edges.run, model, metric, on, task, file, n, seed)
+        with progress("Evaluating") as advance:
+            found = evaluate_sizes(
+                bench.model, bench.prompts, bench.recipe.metric_value(), edges,
+                sizes=wanted, rank=rank, ablation=ablation, prune=not no_prune,
+                scored=bench.scored, progress=advance,
+            )  # fmt: skip
+        saved = opened.save(found, prompts=bench.prompts)
+    print_evaluation(found.rows.to_pylist(), saved, as_json, as_csv)
+    if wanted == "mib" and not (as_json or as_csv):
+        say(f"CPR {found.cpr:.4f} (by support), CMD {found.cmd:.4f} (by magnitude)")
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            "sizes_invalid",
+            f"--sizes {text!r}: write numbers of edges with commas, as 25,50,100, or mib",
+            value=text,
+        ) from None
+
+
+def print_evaluation(
+    rows: list[dict[str, Any]], run_id: str, as_json: bool, as_csv: bool
+) -> None:
+    """EVAL rows, and where they were saved."""
+    if as_csv:
+        print_csv(EVAL_COLUMNS, rows)
+    elif as_json:
+        print_json(
+            {"run_id": run_id, **rows[0]} if len(rows) == 1
+            else {"run_id": run_id, "rows": rows}
+        )  # fmt: skip
+    else:
+        shown = [
+            name for name in EVAL_COLUMNS if any(r[name] is not None for r in rows)
+        ]
+        shown = [
+            name for name in shown if name not in ("circuit_id", "ablation", "label")
+        ]
+        print_table(shown, rows)
+        if len(rows) == 1:
+            say(f"circuit {rows[0]['circuit_id']}")
+        say(f"run {run_id}")

@@ -1,0 +1,219 @@
+"""A recipe: what a scoring command was told, as plain values.
+
+It is kept in the run's provenance, so that a circuit can later be evaluated on prompts
+that were held out, and the run can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from circuitlab.errors import ArgumentError, DataError, StoreError
+
+if TYPE_CHECKING:
+    from circuitlab.backends import Backend
+    from circuitlab.edges import Method
+    from circuitlab.metrics import Metric
+    from circuitlab.prompts import Prompts
+    from circuitlab.tables import Run
+
+KEY = "command"
+"""Where a run's provenance keeps the recipe."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides an edge run; `file` wins over `task`."""
+
+    model: str
+    task: str | None = None
+    file: str | None = None
+    n: int | None = None
+    seed: int = 0
+    corruption: str | None = None
+    prepend_bos: bool | None = None
+    metric: str = "logit_diff"
+    method: str = "eap-ig"
+    steps: int = 5
+    rule: str = "midpoint"
+    ablation: str = "patch"
+    dtype: str | None = None
+    device: str | None = None
+    ungroup_kv: bool = False
+
+    def __post_init__(self):
+        if self.task and self.file:
+            raise ArgumentError(
+                "prompts_ambiguous",
+                "give --task or --file, not both",
+                value=[self.task, self.file],
+            )
+        if self.n is not None and self.n < 1:
+            raise ArgumentError(
+                "task_size_invalid",
+                f"--n {self.n}: ask for 1 prompt or more",
+                value=self.n,
+            )
+        if self.file:
+            object.__setattr__(self, "file", str(Path(self.file).absolute()))
+        object.__setattr__(self, "model", _absolute(self.model))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values without what was left open."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+    @staticmethod
+    def of(run: Run) -> Recipe:
+        """The recipe of a run. Raises StoreError `run_not_reproducible`."""
+        found = run.provenance.get(KEY)
+        if not isinstance(found, Mapping):
+            raise StoreError(
+                "run_not_reproducible",
+                "this run does not say with which model and prompts it was made: it was "
+                "not made by `circuitlab score`; use the library, with your own prompts",
+                value=None,
+            )
+        known = {k: v for k, v in found.items() if k in Recipe.__dataclass_fields__}
+        return Recipe(**known)
+
+    def load_model(self) -> Backend:
+        """The model, loaded and probed."""
+        from circuitlab.cli_quiet import quiet_load
+
+        return quiet_load(
+            self.model, dtype=self.dtype, device=self.device, ungroup_kv=self.ungroup_kv
+        )
+
+    def prompts(self, model: Backend) -> Prompts:
+        """The prompts to score."""
+        if self.file:
+            every = self._from_file(model)
+            if self.n is None or self.n == len(every):
+                return every
+            return every.split(self.n, self.seed)[0]
+        return self._task(model, self._size)
+
+    def held_out(self, model: Backend) -> Prompts:
+        """Prompts of the same kind that `prompts` does not hold.
+
+        A file's other rows, or the task's next `n` of the same seed. Raises DataError
+        `no_held_out_prompts`.
+        """
+        if self.file:
+            every = self._from_file(model)
+            if self.n is not None and self.n < len(every):
+                return every.split(self.n, self.seed)[1]
+            raise self._none_left(
+                f"all {len(every)} prompts of {self.file} were scored"
+            )
+        try:
+            every = self._task(model, 2 * self._size)
+        except DataError as error:
+            found = error.fields.get("value")
+            if error.code != "task_too_small" or not isinstance(found, int):
+                raise
+            if found <= self._size:
+                raise self._none_left(
+                    f"{self._task_name} has no more prompts"
+                ) from None
+            every = self._task(model, found)
+        # A task draws in a fixed order, so a larger set begins with the smaller one.
+        return every[self._size :]
+
+    def _none_left(self, why: str) -> DataError:
+        return DataError(
+            "no_held_out_prompts",
+            f"{why}; score fewer (--n), or give others with --task or --file, or accept "
+            "the same ones with --on scored",
+            value=self.file or self._task_name,
+        )
+
+    @property
+    def _task_name(self) -> str:
+        return self.task or "ioi"
+
+    @property
+    def _size(self) -> int:
+        return 32 if self.n is None else self.n
+
+    def _task(self, model: Backend, n: int) -> Prompts:
+        from circuitlab import tasks
+
+        task = tasks.by_name(self._task_name)
+        how = {"corruption": self.corruption} if self.corruption else {}
+        if how and task is not tasks.ioi:
+            raise ArgumentError(
+                "corruption_unknown",
+                f"{self._task_name} has one corruption; leave --corruption out",
+                value=self.corruption,
+            )
+        return task(n, self.seed, model, prepend_bos=self.prepend_bos, **how)
+
+    def _from_file(self, model: Backend) -> Prompts:
+        from circuitlab.prompts import Prompts
+
+        assert self.file is not None
+        long_answers = self.metric == "answer_logprob"
+        return Prompts.from_file(
+            self.file,
+            model,
+            prepend_bos=self.prepend_bos,
+            multi_token_answers=long_answers,
+        )
+
+    def metric_value(self) -> Metric:
+        """The metric named. Raises ArgumentError `metric_unknown`."""
+        from circuitlab import metrics
+
+        known: dict[str, Callable[[], Metric]] = {
+            "logit_diff": metrics.logit_diff,
+            "prob_diff": metrics.prob_diff,
+            "answer_logprob": metrics.answer_logprob,
+            "kl": metrics.kl,
+        }
+        return _choice("metric", self.metric, known)()
+
+    def method_value(self) -> Method:
+        """The method named. Raises ArgumentError `method_unknown`."""
+        from circuitlab.edges import EAP, EAPIG, CleanCorrupted
+
+        known: dict[str, Callable[[], Method]] = {
+            "eap": EAP,
+            "eap_ig": lambda: EAPIG(steps=self.steps, rule=self.rule),  # type: ignore[arg-type]
+            "clean_corrupted": CleanCorrupted,
+        }
+        return _choice("method", self.method, known)()
+
+    def check_names(self) -> None:
+        """Refuse unknown names now, and not after minutes of loading."""
+        from circuitlab.ablations import as_ablation
+
+        self.metric_value()
+        self.method_value()
+        as_ablation(self.ablation)
+
+    def on(self, **prompts: Any) -> Recipe:
+        """The same computation on other prompts."""
+        other = {"task": None, "file": None, "corruption": None, **prompts}
+        return replace(self, **other)
+
+
+def _choice(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    wanted = name.replace("-", "_").lower()
+    if wanted not in known:
+        raise ArgumentError(
+            f"{what}_unknown",
+            f"there is no {what} {name!r}; choose {', '.join(known)}",
+            value=name,
+            expected=list(known),
+        )
+    return known[wanted]
+
+
+def _absolute(model: str) -> str:
+    """A path that means the same from any working directory; names stay as they are."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model

@@ -1,0 +1,198 @@
+"""Commands on the store: runs, sql, export, import, and its upkeep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from circuitlab import cli_options as opt
+from circuitlab.cli_bench import open_store
+from circuitlab.cli_output import print_csv, print_json, remark, say, show
+from circuitlab.errors import ArgumentError
+
+RUN_COLUMNS = (
+    "run_id", "kind", "task", "model", "method", "metric", "ablation", "n",
+    "saved_at", "tags", "note",
+)  # fmt: skip
+JSON_COLUMNS = ("policy", "provenance", "versions", "row_counts")
+
+store_app = typer.Typer(no_args_is_help=True, help="Look after a store.")
+
+
+def runs(
+    kind: Annotated[
+        str | None, typer.Option(help="Only edge, act, circuit or eval runs.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task or file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the newest.")] = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """List the runs of a store, newest first.
+
+    Example: circuitlab runs --kind edge --limit 5
+    """
+    wanted = {"kind": kind, "task": task, "model": model, "tag": tag}
+    equal = {name: value for name, value in wanted.items() if value is not None}
+    found = open_store(store).runs(limit, **equal)
+    rows = [_plain(row) for row in found.to_pylist()]
+    if as_json:
+        print_json(rows)
+    elif as_csv:
+        print_csv(found.column_names, rows)
+    else:
+        shown = [c for c in RUN_COLUMNS if any(row.get(c) for row in rows)]
+        show(shown or RUN_COLUMNS[:4], rows)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A run's row with its JSON texts read and its times as text."""
+    for name in JSON_COLUMNS:
+        if isinstance(row.get(name), str):
+            row[name] = json.loads(row[name])
+    for name in ("saved_at", "started_at"):
+        if row.get(name) is not None:
+            row[name] = row[name].isoformat(sep=" ", timespec="seconds")
+    return row
+
+
+def sql(
+    query: Annotated[
+        str | None,
+        typer.Argument(help='A SELECT, or @name for a named query; "-" reads stdin.'),
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(help="A value for $name in the query: --param name=value."),
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option(help="Write the rows to this Parquet file.")
+    ] = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Ask the store with SQL.
+
+    Without a query, the named ones are listed.
+
+    Views: v_run, v_edge, v_act, v_circuit, v_circuit_edge, v_eval, v_per_example,
+    v_prompt, v_dataset, v_tag, v_note.
+
+    Example: circuitlab sql "select edge, score from v_edge order by score limit 10"
+    """
+    if query is None:
+        show(("query", "parameters", "about"), _named_queries(), as_json=as_json,
+             as_csv=as_csv)  # fmt: skip
+        return
+    query = _stdin() if query == "-" else query
+    values = dict(_pair(text) for text in param or [])
+    opened = open_store(store)
+    if query.startswith("@"):
+        found = opened.query(query, **values)
+    else:
+        found = opened.sql(query, values or None)
+    if parquet is None:
+        show(found.column_names, found.to_pylist(), as_json=as_json, as_csv=as_csv)
+        return
+    import pyarrow.parquet as pq
+
+    pq.write_table(found, parquet)
+    remark(f"{found.num_rows:,} rows in {parquet}")
+
+
+def _named_queries() -> list[dict[str, str]]:
+    from circuitlab.queries import named_queries
+
+    return [
+        {
+            "query": f"@{name}",
+            "parameters": ", ".join(query.names),
+            "about": query.about,
+        }
+        for name, query in named_queries().items()
+    ]
+
+
+def _stdin() -> str:
+    import sys
+
+    return sys.stdin.read()
+
+
+def _pair(text: str) -> tuple[str, object]:
+    """`name=value`; a value that is JSON is read as such, any other is a text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentError(
+            "parameter_invalid", f"--param {text!r}: write name=value", value=text
+        )
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+@store_app.command()
+def fold(store: opt.Store = None) -> None:
+    """Move what waits in the spool into the DuckDB file.
+
+    Example: circuitlab store fold
+    """
+    found = open_store(store).fold()
+    say(f"{found}")
+
+
+@store_app.command()
+def tag(
+    run_id: opt.RunId,
+    tags: Annotated[list[str], typer.Argument(help="One or more tags.")],
+    remove: Annotated[bool, typer.Option(help="Take the tags away.")] = False,
+    store: opt.Store = None,
+) -> None:
+    """Give a run tags, or take them away.
+
+    Example: circuitlab store tag 3f2a9c baseline
+    """
+    with open_store(store) as opened:
+        (opened.untag if remove else opened.tag)(run_id, *tags)
+
+
+@store_app.command()
+def note(
+    run_id: opt.RunId,
+    text: Annotated[str, typer.Argument(help="What to remember.")],
+    store: opt.Store = None,
+) -> None:
+    """Write a note on a run.
+
+    Example: circuitlab store note 3f2a9c "the one in figure 2"
+    """
+    with open_store(store) as opened:
+        opened.note(run_id, text)
+
+
+@store_app.command()
+def delete(run_id: opt.RunId, store: opt.Store = None) -> None:
+    """Hide a run from every view; `restore` brings it back.
+
+    Example: circuitlab store delete 3f2a9c
+    """
+    with open_store(store) as opened:
+        opened.delete(run_id)
+
+
+@store_app.command()
+def restore(run_id: opt.RunId, store: opt.Store = None) -> None:
+    """Bring a deleted run back.
+
+    Example: circuitlab store restore 3f2a9c
+    """
+    with open_store(store) as opened:
+        opened.restore(run_id)
