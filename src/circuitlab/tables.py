@@ -75,6 +75,48 @@ over examples, null for n = 1. Both are null unless `status` is `ok`.
 The layer of `input` is null, and so is the layer of `logits`.
 """
 
+ACT = pa.schema(
+    [
+        ("target_id", pa.string()),
+        ("kind", pa.string()),
+        ("address", pa.string()),
+        ("site", pa.string()),
+        ("pass", pa.int32()),
+        ("position", pa.int32()),
+        ("element", pa.string()),
+        ("sample_id", pa.string()),
+        ("site_key", pa.string()),
+        ("alias_group", pa.string()),
+        ("method", pa.string()),
+        ("reduction", pa.string()),
+        ("grain", pa.string()),
+        ("score", pa.float64()),
+        ("stderr", pa.float64()),
+        ("n", pa.int64()),
+        ("shape", pa.string()),
+        ("dtype", pa.string()),
+        ("device", pa.string()),
+        ("status", pa.string()),
+        ("status_reason", pa.string()),
+        ("differentiable", pa.bool_()),
+        ("retention", pa.string()),
+        ("capture_status", pa.string()),
+        ("resolution", pa.string()),
+        ("frozen_requested", pa.int64()),
+        ("frozen_resolved", pa.int64()),
+        ("frozen_reached", pa.int64()),
+        ("policy_digest", pa.string()),
+        ("detached", pa.bool_()),
+        ("rescorable", pa.bool_()),
+    ]
+)
+"""One site a row, for one target (and an example, where `sample_id` is set).
+
+`score` is in the target's units (times the site's, for `grad`), reduced as `reduction`
+says; `stderr` its standard error over `n` examples where it is their mean. Both are null
+unless `status` is `ok`. `address` is the text `site:pass`, with `#sample` per example.
+"""
+
 EVAL = pa.schema(
     [
         ("circuit_id", pa.string()),

@@ -49,11 +49,13 @@ class Site:
 class Tap:
     """Observe or replace one site: `fn(value)` returns None, or the new value.
 
-    At slot `instead` the module does not run: `fn(input)` gives its output.
+    At slot `instead` the module does not run: `fn(input)` gives its output. `raw` gives
+    `fn` the very tensor that flows, also where a block merges rows and positions.
     """
 
     site: Site
     fn: Callable[[Tensor], Tensor | None]
+    raw: bool = False
 
 
 @dataclass(frozen=True)

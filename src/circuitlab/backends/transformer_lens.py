@@ -166,7 +166,8 @@ class TransformerLensModel:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(_eval_mode(self.bridge))
             for tap in taps:
-                fn = _unflattened(tap.fn, batch.tokens.shape)
+                shape = batch.tokens.shape
+                fn = tap.fn if tap.raw else _unflattened(tap.fn, shape)
                 module = self.module(tap.site.path)
                 stack.enter_context(_installed(module, tap.site.slot, fn))
             return self.bridge(
