@@ -1,0 +1,7 @@
+"""compare."""
+
+from __future__ import annotations
+
+import ui
+
+ui.page("compare")

@@ -1,0 +1,7 @@
+"""reads."""
+
+from __future__ import annotations
+
+import ui
+
+ui.page("reads")

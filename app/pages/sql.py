@@ -1,0 +1,7 @@
+"""sql."""
+
+from __future__ import annotations
+
+import ui
+
+ui.page("sql")

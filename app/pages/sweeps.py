@@ -1,0 +1,7 @@
+"""sweeps."""
+
+from __future__ import annotations
+
+import ui
+
+ui.page("sweeps")

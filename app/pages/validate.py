@@ -1,0 +1,7 @@
+"""validate."""
+
+from __future__ import annotations
+
+import ui
+
+ui.page("validate")
