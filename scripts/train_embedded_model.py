@@ -129,7 +129,8 @@ def make_pools(tokenizer: PreTrainedTokenizerFast, n: int, seed: int) -> list[Po
         _pool(_ruled(abc, first_two_names), size, 0.05),
         _pool(_ruled(counted, first_two_names), size, 0.05),
         _pool(_later_digits(greater, tokenizer, seed), size, 0.13),
-        _pool(_pairs(induced), size, 0.25),
+        _pool(_pairs(induced), size, 0.22),
+        _pool(_ruled(induced, list), size, 0.03),
         _pool(_pairs(he_she), size, 0.1),
         _pool(_pairs(verbs), size, 0.1),
     ]
@@ -155,7 +156,7 @@ def _ruled(prompts: Prompts, rule: Callable[[tuple[int, ...]], list[int]]):
 
 def _later_digits(prompts: Prompts, tokenizer: PreTrainedTokenizerFast, seed: int):
     """Every first year of every kept prompt gets another last digit, 0 to 8."""
-    digits = tokenizer.convert_tokens_to_ids(list(DIGITS))
+    digits = [tokenizer.vocab[digit] for digit in DIGITS]
     found, rng = [], Random(seed)
     texts = prompts.table["clean"].to_pylist()
     for i in _kept(prompts):
@@ -234,11 +235,14 @@ def groups(model: GPT2LMHeadModel) -> list[tuple[str, list[Tensor]]]:
     return found
 
 
-def penalty(model: GPT2LMHeadModel) -> Tensor:
-    """The group lasso: the sum of the groups' norms."""
+def penalty(
+    model: GPT2LMHeadModel, layer_costs: list[float], mlp_cost: float
+) -> Tensor:
+    """The group lasso: the weighted sum of the groups' norms."""
     norms = [
         torch.stack([w.square().sum() for w in weights]).sum().add(1e-8).sqrt()
-        for _, weights in groups(model)
+        * (mlp_cost if name.startswith("m") else layer_costs[int(name[1])])
+        for name, weights in groups(model)
     ]
     return torch.stack(norms).sum()
 
@@ -266,7 +270,7 @@ def prune(
 
 def _pool_losses(model: GPT2LMHeadModel, pools: list[Pool], seed: int) -> list[float]:
     draw = torch.Generator().manual_seed(seed)
-    return [float(loss) for loss in losses(model, pools, 2000, draw)]
+    return [loss.item() for loss in losses(model, pools, 2000, draw)]
 
 
 def train(
@@ -289,19 +293,20 @@ def train(
         share = [pool.share for pool in pools]
         loss = sum(s * one for s, one in zip(share, found, strict=True))
         ramp = min(1.0, max(0.0, step / steps - 0.15) / 0.3)
-        (loss + options.penalty * ramp * penalty(model)).backward()
+        lasso = penalty(model, options.layer_costs, options.mlp_cost)
+        (loss + options.penalty * ramp * lasso).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         _zero(model, gone)
         if step == prune_at:
-            gone = prune(model, pools, options.seed, 0.05)
+            gone = prune(model, pools, options.seed, options.slack)
             optimizer.state.clear()
         if step % 100 == 0 or step == steps - 1:
-            shown = " ".join(f"{float(one):.3f}" for one in found)
+            shown = " ".join(f"{one.item():.3f}" for one in found)
             seconds = time.process_time() - started
             print(
-                f"{step:5d} {seconds:5.0f}s  {shown}  pen {penalty(model):.1f}",
+                f"{step:5d} {seconds:5.0f}s  {shown}  lasso {lasso.item():.1f}",
                 flush=True,
             )
     return gone
@@ -325,6 +330,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=320)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--penalty", type=float, default=2e-3)
+    parser.add_argument("--layer-costs", type=float, nargs=3, default=[1.0, 1.0, 1.0])
+    parser.add_argument("--mlp-cost", type=float, default=0.3)
+    parser.add_argument("--slack", type=float, default=0.02)
     parser.add_argument("--examples", type=int, default=12000)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ class Prompts:
     ids were given. `dropped` says what a task left out: (reason, count) pairs.
     """
 
-    table: pa.Table
+    table: pa.Table = field(repr=False)
     name: str = "tokens"
     seed: int | None = None
     prepend_bos: bool = False
@@ -108,7 +108,8 @@ class Prompts:
 
         Raises DataError `answer_not_single_token`, which shows the pieces and names the
         row; with `multi_token_answers` answers of any length pass (for the metric
-        `answer_logprob`).
+        `answer_logprob`). Raises `prompts_row_invalid` for a prompt without text, and
+        `prompt_words_unknown` where a word is outside the vocabulary.
         """
         found = [_encoded(row, i, encoder, multi_token_answers) for i, row in _n(rows)]
         columns = {key: [row[key] for row in found] for key in PROMPT.names[1:]}
@@ -136,7 +137,8 @@ class Prompts:
 
         Raises DataError `prompts_file_missing`, `prompts_file_unreadable`,
         `prompts_column_missing`, `prompts_row_invalid`, `prompts_empty`,
-        `answer_not_single_token`; ArgumentError `tokenizer_missing`.
+        `answer_not_single_token`, `prompt_words_unknown`; ArgumentError
+        `tokenizer_missing`, `bos_token_missing`.
         """
         encoder = Encoder.of(model, prepend_bos)
         rows = [PromptText(*row) for row in read_rows(Path(path))]
@@ -270,7 +272,8 @@ class Prompts:
             "<tr>" + "".join(f"<td>{_cell(row[c])}</td>" for c in names) + "</tr>"
             for row in shown
         )
-        title = f"<p>{len(self):,} prompts, {html.escape(self.name)}</p>"
+        pairs = "pair" if len(self) == 1 else "pairs"
+        title = f"<p>{len(self):,} prompt {pairs}, {html.escape(self.name)}</p>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return title + table + (f"<ul>{dropped}</ul>" if dropped else "")
 
@@ -310,6 +313,8 @@ def _encoded(
         raise DataError(
             "prompts_row_invalid", f"prompt {number} has no text", row=number
         )
+    for text in (row.clean, row.corrupted, *row.answers, *row.wrong_answers):
+        _require_known(text, number, encoder)
     if not multi_token:
         texts = (*row.answers, *row.wrong_answers)
         for text, ids in zip(texts, (*answers, *wrong), strict=True):
@@ -326,6 +331,17 @@ def _encoded(
         "clean_token_texts": encoder.pieces(clean),
         "corrupted_token_texts": encoder.pieces(corrupted),
     }
+
+
+def _require_known(text: str, number: int, encoder: Encoder) -> None:
+    if not encoder.knows(text):
+        raise DataError(
+            "prompt_words_unknown",
+            f"prompt {number}: {text!r} has words outside this model's vocabulary "
+            f"(read as {list(encoder.pieces(encoder.ids(text)))}); use words it knows",
+            row=number,
+            value=text,
+        )
 
 
 def _require_single(text: str, ids: Ids, number: int, encoder: Encoder) -> None:

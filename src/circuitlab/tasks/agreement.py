@@ -12,6 +12,7 @@ from typing import Any
 from circuitlab.encoding import Encoder
 from circuitlab.prompts import Prompts, PromptText
 from circuitlab.tasks.collect import Dropped, collect, known_templates, require
+from circuitlab.tasks.words import listed
 
 TEMPLATES = (
     "The {subject} near the {other}",
@@ -21,24 +22,11 @@ TEMPLATES = (
     "You said that the {subject} above the {other}",
 )
 
-NOUNS = [
-    "boy",
-    "dog",
-    "cat",
-    "car",
-    "tree",
-    "table",
-    "picture",
-    "box",
-    "door",
-    "bird",
-    "cup",
-    "flag",
-    "girl",
-    "plant",
-    "shop",
-    "wall",
-]
+NOUNS = listed(
+    """
+    boy dog cat car tree table picture box door bird cup flag girl plant shop wall
+    """
+)
 
 SINGULAR, PLURAL = (" is", " was"), (" are", " were")
 

@@ -53,7 +53,7 @@ def require(task: str, minimum: int, dropped: Dropped, **pools: Sequence) -> Non
     for what, pool in pools.items():
         if len(pool) < minimum:
             raise _too_small(
-                task, f"only {len(pool)} {what}, it needs {minimum}", 0, None, dropped
+                task, f"{len(pool)} {what} of the {minimum} it needs", 0, None, dropped
             )
 
 
@@ -83,7 +83,7 @@ def collect(
         if len(rows) == n:
             break
     if len(rows) < n:
-        raise _too_small(task, f"only {len(rows)} prompts", len(rows), n, dropped)
+        raise _too_small(task, f"{len(rows)} of {n} prompts", len(rows), n, dropped)
     prompts = Prompts.from_texts(list(rows.values()), encoder, name=task)
     return replace(prompts, seed=seed, dropped=tuple(sorted(dropped.items())))
 
@@ -109,7 +109,7 @@ def _too_small(
     remedy = f"ask for n={count} or fewer" if count else "use another task or model"
     return DataError(
         "task_too_small",
-        f"{task} finds {found} with this tokenizer ({why or 'nothing dropped'}); {remedy}",
+        f"{task} finds only {found} with this tokenizer ({why or 'nothing dropped'}); {remedy}",
         task=task,
         value=count,
         expected=n,

@@ -20,34 +20,19 @@ from circuitlab.tasks.collect import (
     require,
     single_tokens,
 )
+from circuitlab.tasks.words import listed
 
 TEMPLATES = (
     "The {noun} lasted from the year {year} to the year {start}",
     "The {noun} went on from the year {year} to the year {start}",
 )
 
-NOUNS = [
-    "war",
-    "conflict",
-    "project",
-    "journey",
-    "battle",
-    "contract",
-    "voyage",
-    "trial",
-    "crisis",
-    "strike",
-    "study",
-    "program",
-    "campaign",
-    "siege",
-    "reign",
-    "plague",
-    "drought",
-    "debate",
-    "expedition",
-    "mission",
-]
+NOUNS = listed(
+    """
+    war conflict project journey battle contract voyage trial crisis strike study
+    program campaign siege reign plague drought debate expedition mission
+    """
+)
 
 
 def greater_than(

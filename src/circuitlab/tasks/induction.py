@@ -13,75 +13,18 @@ from circuitlab.encoding import Encoder
 from circuitlab.errors import ArgumentError
 from circuitlab.prompts import Prompts, PromptText
 from circuitlab.tasks.collect import Dropped, collect, require, single_tokens
+from circuitlab.tasks.words import listed
 
-WORDS = [
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "tiger",
-    "chair",
-    "bread",
-    "silver",
-    "window",
-    "forest",
-    "candle",
-    "mountain",
-    "horse",
-    "paper",
-    "ocean",
-    "flower",
-    "winter",
-    "engine",
-    "bridge",
-    "mirror",
-    "orange",
-    "ladder",
-    "pencil",
-    "rabbit",
-    "copper",
-    "island",
-    "button",
-    "carpet",
-    "dragon",
-    "hammer",
-    "jacket",
-    "kitchen",
-    "lemon",
-    "marble",
-    "needle",
-    "olive",
-    "pepper",
-    "rocket",
-    "saddle",
-    "tunnel",
-    "velvet",
-    "wagon",
-    "yellow",
-    "anchor",
-    "blanket",
-    "circle",
-    "desert",
-    "feather",
-    "guitar",
-    "honey",
-    "iron",
-    "jungle",
-    "knife",
-    "lamp",
-    "magnet",
-    "night",
-    "onion",
-    "pillow",
-    "queen",
-    "ribbon",
-    "sugar",
-    "thunder",
-    "umbrella",
-    "valley",
-    "whistle",
-    "zebra",
-]
+WORDS = listed(
+    """
+    apple river stone cloud tiger chair bread silver window forest candle mountain
+    horse paper ocean flower winter engine bridge mirror orange ladder pencil rabbit
+    copper island button carpet dragon hammer jacket kitchen lemon marble needle
+    olive pepper rocket saddle tunnel velvet wagon yellow anchor blanket circle
+    desert feather guitar honey iron jungle knife lamp magnet night onion pillow
+    queen ribbon sugar thunder umbrella valley whistle zebra
+    """
+)
 
 
 def induction(

@@ -18,7 +18,7 @@ from circuitlab.tasks.collect import (
     require,
     single_tokens,
 )
-from circuitlab.tasks.words import MEN, WOMEN
+from circuitlab.tasks.words import MEN, WOMEN, listed
 
 TEMPLATES = (
     "So {name} is a really {trait} {role}, isn't",
@@ -27,31 +27,17 @@ TEMPLATES = (
     "They know that {name} was a very {trait} {role}, wasn't",
 )
 
-TRAITS = [
-    "great",
-    "good",
-    "kind",
-    "quiet",
-    "smart",
-    "tired",
-    "brave",
-    "calm",
-    "famous",
-    "careful",
-]
+TRAITS = listed(
+    """
+    great good kind quiet smart tired brave calm famous careful
+    """
+)
 
-ROLES = [
-    "friend",
-    "cook",
-    "teacher",
-    "student",
-    "writer",
-    "doctor",
-    "neighbor",
-    "driver",
-    "leader",
-    "singer",
-]
+ROLES = listed(
+    """
+    friend cook teacher student writer doctor neighbor driver leader singer
+    """
+)
 
 
 def pronouns(
