@@ -136,7 +136,7 @@ class Circuit:
 
     def complement(self) -> Circuit:
         """Every other edge of the model. Raises ArgumentError `shape_needed`."""
-        shape = self._shape_for("the complement")
+        shape = self.known_shape("the complement")
         edges = frozenset(shape.edge_names) - self.edges
         provenance = {"schema": SCHEMA, "selector": "complement", "of": [self.id]}
         return Circuit(edges, shape, self.run, {**provenance, "n": len(edges)})
@@ -146,9 +146,10 @@ class Circuit:
 
         Raises ArgumentError `edge_unknown`, or `shape_needed`.
         """
-        return (shape or self._shape_for("a mask")).mask_of(self.ordered)
+        return (shape or self.known_shape("a mask")).mask_of(self.ordered)
 
-    def _shape_for(self, purpose: str) -> ModelShape:
+    def known_shape(self, purpose: str) -> ModelShape:
+        """The shape. Raises ArgumentError `shape_needed`, naming what needs it."""
         if self.shape is None:
             raise ArgumentError(
                 "shape_needed",

@@ -10,7 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -44,7 +44,7 @@ Found = TypeVar("Found")
 @overload
 def top_k(
     edges: EdgeTable | None = None,
-    k: int | None = None,
+    k: SupportsIndex | None = None,
     *,
     by: EdgeTable | None = None,
     rank: Rank | None = None,
@@ -55,7 +55,7 @@ def top_k(
 @overload
 def top_k(
     edges: Selectable[Found] | None = None,
-    k: int | None = None,
+    k: SupportsIndex | None = None,
     *,
     by: Selectable[Found] | None = None,
     rank: Rank | None = None,
@@ -76,7 +76,7 @@ def top_k(edges=None, k=None, *, by=None, prune=True, **how):
     `by_score_invalid` (reasons `grain`, `duplicate_rows`, `by_table_empty`).
     """
     cut = TopK(k)  # type: ignore[arg-type]
-    return _cut(_table(edges, by), cut, prune, how, k=k)
+    return _cut(_table(edges, by), cut, prune, how)
 
 
 @overload
@@ -160,7 +160,7 @@ def cumulative_mass(
 
 def greedy(
     edges: EdgeTable,
-    k: int,
+    k: SupportsIndex,
     *,
     rank: Rank | None = None,
     prune: bool = True,
@@ -216,7 +216,7 @@ def _from_the_logits(
 
 def top_nodes(
     edges: EdgeTable,
-    k: int,
+    k: SupportsIndex,
     *,
     rank: Rank | None = None,
     prune: bool = True,
@@ -262,7 +262,7 @@ def _table(edges: Any, by: Any) -> Any:
     return edges if by is None else by
 
 
-def _cut(table: Any, cut: Cut, pruned: bool, how: Mapping[str, Any], **facts: Any):
+def _cut(table: Any, cut: Cut, pruned: bool, how: Mapping[str, Any]):
     """Apply a cut to an edge table, or ask another table for its own selection."""
     if not isinstance(table, EdgeTable) and isinstance(table, Selectable):
         pins = tuple(how.get("pins", ()))
@@ -270,7 +270,8 @@ def _cut(table: Any, cut: Cut, pruned: bool, how: Mapping[str, Any], **facts: An
     ranked = rank_edges(table, **how)
     rows = ranked.rows[cut.take(ranked.keys[ranked.rows])]
     text = f"{cut}{ranked.text}"
-    facts = {**facts, "selector": str(cut).partition("(")[0], "text": text}
+    facts = {"selector": str(cut).partition("(")[0], "text": text}
+    facts |= {"k": len(rows)} if isinstance(cut, TopK) else {}
     return _chosen(ranked, rows.tolist(), pruned, facts)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Protocol
 from xml.sax.saxutils import escape, quoteattr
 
+import numpy as np
+
 from circuitlab.errors import ArgumentError
 from circuitlab.sites import Component, Edge, ModelShape, Receiver, parse_edge
 from circuitlab.tables import EdgeTable, Run
@@ -92,27 +94,27 @@ def circuit_svg(
     if isinstance(circuit, EdgeTable):
         scores = scores if scores is not None else circuit
         names: Iterable[str] = _supports(circuit)
-        heading = circuit.run.dataset
+        heading, shape = circuit.run.dataset, circuit.run.model.shape
     else:
-        names, heading = circuit.edges, circuit.name
-    lines = _lines(names, scores)
-    drawn = lines[-max_edges:]
+        names, heading, shape = circuit.edges, circuit.name, circuit.shape
+    every = list(names)
+    lines = _lines(every, scores, max_edges)
     heading = heading if title is None else title
-    grid = _grid(circuit.shape or _inferred(lines), drawn)
+    grid = _grid(shape or _inferred(lines), lines)
     if not heading and circuit.run is None:
         grid = replace(grid, top=60.0)
-    scale = _Scale.of(drawn)
-    active = _active(drawn)
+    scale = _Scale.of(lines)
+    active = _active(lines)
     body = [
         *_bands(grid),
         *_ghosts(grid, active),
         *_groups(grid, active),
         '<g fill="none" stroke-linecap="round">',
-        *(_path(line, grid, scale) for line in drawn),
+        *(_path(line, grid, scale) for line in lines),
         "</g>",
         *(_node(component, active[component], grid) for component in active),
         *_heading(heading, circuit.run),
-        *_legend(grid, scale, len(drawn), len(lines)),
+        *_legend(grid, scale, len(lines), len(every)),
     ]
     return _document(body, grid, heading or "circuit", background)
 
@@ -124,24 +126,33 @@ def _supports(table: EdgeTable) -> dict[str, float]:
 
 
 def _lines(
-    names: Iterable[str], scores: EdgeTable | Mapping[str, float] | None
+    names: list[str], scores: EdgeTable | Mapping[str, float] | None, most: int
 ) -> list[_Line]:
-    """Lines from the weakest to the strongest, ties in canonical order."""
+    """The strongest lines from weak to strong, ties in canonical order."""
+    raw: dict[str, float | None] = {}
     if isinstance(scores, EdgeTable):
-        supports, raw = (
-            _supports(scores),
-            dict(
-                zip(scores.rows["edge"].to_pylist(), scores.rows["score"].to_pylist())
-            ),
-        )
-    else:
-        supports, raw = dict(scores or {}), {}
+        columns = (scores.rows[c].to_pylist() for c in ("edge", "score"))
+        raw = dict(zip(*columns, strict=True))
+        scores = _supports(scores)
     found = []
-    for name in names:
-        support = supports.get(name)
-        note = f"{name}  score {raw[name]:+.4g}" if raw.get(name) is not None else name
+    for name in _strongest(names, scores or {}, most):
+        score = raw.get(name)
+        note = name if score is None else f"{name}  score {score:+.4g}"
+        support = (scores or {}).get(name)
         found.append(_Line(parse_edge(name), support, note))
     return sorted(found, key=lambda line: (line.size, [-n for n in line.edge.order]))
+
+
+def _strongest(names: list[str], supports: Mapping[str, float], most: int) -> list[str]:
+    """At most `most` of the names, by |support|, ties in canonical order."""
+    if len(names) <= most:
+        return names
+    sizes = np.abs([supports.get(name, 0.0) for name in names])
+    cut = np.partition(sizes, -most)[-most]
+    kept = [name for name, size in zip(names, sizes, strict=True) if size > cut]
+    tied = [name for name, size in zip(names, sizes, strict=True) if size == cut]
+    tied.sort(key=lambda name: parse_edge(name).order)
+    return kept + tied[: most - len(kept)]
 
 
 @dataclass(frozen=True)
@@ -191,7 +202,8 @@ class _Grid:
 
     @property
     def box(self) -> tuple[float, float]:
-        return min(42.0, self.column * 0.5), min(20.0, self.row * 0.66)
+        share = 0.36 if self.grouped else 0.4
+        return min(42.0, self.column * share), min(20.0, self.row * 0.66)
 
     @property
     def rows(self) -> int:
@@ -240,18 +252,18 @@ class _Grid:
             case "logits":
                 return self.x(self.n_layers) - self.column * 0.5 + 60, self.middle
             case "mlp":
-                return self.x(layer) + self.column * 0.22, self.mlp_y
+                return self.x(layer) + self.column * 0.25, self.mlp_y
             case "attention":
-                return self.x(layer) - self.column * 0.06, self.y(self.n_heads)
+                return self._heads_x(layer), self.y(self.n_heads)
             case "kv":
                 per_group = self.n_heads / self.n_kv
                 middle = head * per_group + (per_group - 1) / 2
-                return self._heads_x(layer) - self.box[0] / 2 - 7, self.y(middle)
+                return self._heads_x(layer) - self.box[0] / 2 - 6, self.y(middle)
             case _:
                 return self._heads_x(layer), self.y(head)
 
     def _heads_x(self, layer: int) -> float:
-        return self.x(layer) - self.column * (0.08 if self.grouped else 0.18)
+        return self.x(layer) - self.column * (0.21 if self.grouped else 0.25)
 
     def out(self, component: Component) -> tuple[float, float]:
         x, y = self.at(component)
@@ -286,7 +298,8 @@ def _inferred(lines: list[_Line]) -> ModelShape:
 def _grid(shape: ModelShape, lines: list[_Line]) -> _Grid:
     layers, heads = shape.n_layers, shape.n_heads
     groups, joined = shape.n_kv_heads, not shape.split_heads
-    column = min(150.0, max(54.0, 1180.0 / (layers + 1)))
+    narrowest = 54.0 if groups == heads else 62.0
+    column = min(150.0, max(narrowest, 1180.0 / (layers + 1)))
     row = min(44.0, max(25.0, 460.0 / (heads + 2)))
     left = max(112.0, (NARROWEST - layers * column) / 2)
     swing = max((_passed(line.edge) for line in lines), default=0.0)
@@ -404,7 +417,7 @@ def _node(component: Component, ports: set[str], grid: _Grid) -> str:
         component.kind, component.name
     )
     shift = 2.2 if component.kind == "head" else 0.0
-    size = 11.0 if end else min(9.5, wide * 0.29)
+    size = 11.0 if end else min(9.5, wide * 0.32)
     box = _rect(
         x - wide / 2, y - high / 2, wide, high, fill=fill, rounded=5, stroke=stroke
     )

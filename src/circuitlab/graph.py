@@ -97,9 +97,11 @@ def component_graph(
     """
     import networkx as nx
 
-    table = edges if isinstance(edges, EdgeTable) else scores
-    names = table.rows["edge"].to_pylist() if edges is table else edges.edges
-    shape = table.run.model.shape if edges is table else edges.shape
+    if isinstance(edges, EdgeTable):
+        table, shape = scores or edges, edges.run.model.shape
+        names: Iterable[str] = edges.rows["edge"].to_pylist()
+    else:
+        table, shape, names = scores, edges.shape, edges.edges
     facts = {} if table is None else _facts(table)
     graph = nx.DiGraph(shape=shape, run=table.run.params_digest if table else None)
     for edge in sorted((parse_edge(name) for name in names), key=lambda e: e.order):
