@@ -20,7 +20,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import duckdb
@@ -36,7 +36,14 @@ STORAGE = "v1.5.0"
 
 _HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
 _READ_ONLY_HOLDER = "able to open this database in read-only mode"
-_DAMAGED = ("orrupt", "checksum", "deserialize", "invalidated", "Failed to load")
+_DAMAGED = (
+    "orrupt",
+    "checksum",
+    "deserialize",
+    "invalidated",
+    "Failed to load",
+    "read enough bytes",
+)
 _LOCKED = "Could not set lock on file"
 _SAME_PROCESS = "different configuration than existing"
 
@@ -65,16 +72,26 @@ class Held:
 
 @dataclass(frozen=True)
 class Database:
-    """A store's DuckDB file. `wait` is the patience for other processes, in seconds."""
+    """A store's DuckDB file.
+
+    `wait` is the patience for our own processes and `foreign_wait` that for others, in
+    seconds. `locked` says that this process holds the fold lock already.
+    """
 
     path: Path
     steps: tuple[Migration, ...]
     wait: float = 30.0
     foreign_wait: float = 5.0
+    locked: bool = False
 
     def exists(self) -> bool:
         with os_errors(self.path, writing=False):
             return self.path.exists()
+
+    @property
+    def journal_path(self) -> Path:
+        """The heads of all folded runs, a line each: what a repair goes by."""
+        return self.path.with_name(self.path.name + ".runs.jsonl")
 
     @property
     def lock_path(self) -> Path:
@@ -168,6 +185,28 @@ class Database:
                 raise
             raise found from error
 
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[Database]:
+        """Keep everybody from folding, for the length of the `with`.
+
+        Raises StoreError `store_busy` after `wait` seconds.
+        """
+        lock = self._lock()
+        try:
+            with os_errors(self.lock_path, writing=True):
+                lock.acquire(timeout=self.wait, poll_interval=0.01)
+        except filelock.Timeout:
+            raise StoreError(
+                "store_busy",
+                f"another process has folded {self.path} for {self.wait:.0f} s; wait "
+                "for it, or end it",
+                path=str(self.path),
+            ) from None
+        try:
+            yield replace(self, locked=True)
+        finally:
+            lock.release()
+
     def _lock(self) -> filelock.BaseFileLock:
         return filelock.FileLock(self.lock_path)
 
@@ -190,6 +229,8 @@ class Database:
 
     def _pass_through(self, deadline: float) -> None:
         """Queue behind a fold. Where the lock can't be made, nobody folds either."""
+        if self.locked:
+            return
         lock = self._lock()
         with contextlib.suppress(OSError, filelock.Timeout):
             patience = max(0.0, deadline - time.monotonic())
@@ -197,6 +238,8 @@ class Database:
             lock.release()
 
     def _lock_is_free(self) -> bool:
+        if self.locked:
+            return True
         lock = self._lock()
         try:
             lock.acquire(timeout=0)
@@ -286,15 +329,30 @@ class Database:
                 f"{path} can't be opened: {facts['reason']}; change its rights",
                 **facts,
             )
-        fatal = (duckdb.FatalException, duckdb.InternalException)
-        if isinstance(error, fatal) or any(word in text for word in _DAMAGED):
+        if means_damage(error):
             return StoreError(
                 "store_corrupt",
                 f"{path} is damaged ({facts['reason']}); `circuitlab store check` says "
                 "what is lost, `circuitlab store repair` saves the rest",
                 **facts,
             )
+        if isinstance(error, duckdb.IOException):
+            return StoreError(
+                "store_io_failed",
+                f"{path} could not be read or written: {facts['reason']}",
+                **facts,
+            )
         return None
+
+
+def means_damage(error: duckdb.Error) -> bool:
+    """Whether DuckDB's words are those for a file that is not what it wrote."""
+    hard = (
+        duckdb.FatalException,
+        duckdb.InternalException,
+        duckdb.SerializationException,
+    )
+    return isinstance(error, hard) or any(word in str(error) for word in _DAMAGED)
 
 
 def own_version() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -106,11 +107,12 @@ def rows_sql(table: str) -> str:
 
 
 def fold_spool(
-    con: duckdb.DuckDBPyConnection, spool: Spool, budget: float | None
+    con: duckdb.DuckDBPyConnection, spool: Spool, budget: float | None, journal: Path
 ) -> Folded:
-    """Fold events, then parts, until the budget (seconds) is used up.
+    """Fold parts until the budget (seconds) is used up, then events.
 
-    A damaged part stays where it is, for `store repair`; the others go on.
+    A damaged part stays where it is, for `store repair`; the others go on. The head of
+    each folded run is added to the journal.
     """
     started = time.monotonic()
     parts, said = spool.entries()
@@ -127,7 +129,7 @@ def fold_spool(
             part = next(iter(spool.parts([name])), None)
             if part is None:
                 continue
-            _fold_part(con, part, known)
+            _fold_part(con, part, known, journal)
         except StoreError as error:
             if error.code != "store_part_corrupt":
                 raise
@@ -147,7 +149,10 @@ def _column(con: duckdb.DuckDBPyConnection, query: str) -> set[str]:
 
 
 def _fold_part(
-    con: duckdb.DuckDBPyConnection, part: Part, known: dict[str, set[str]]
+    con: duckdb.DuckDBPyConnection,
+    part: Part,
+    known: dict[str, set[str]],
+    journal: Path,
 ) -> None:
     if part.id in known[part.kind]:
         if part.kind == "run":
@@ -156,14 +161,19 @@ def _fold_part(
     part.content()
     if part.kind == "dataset":
         _fold_dataset(con, part)
-    elif not _fold_run(con, part, names_first=False):
-        # Some of its edges were never seen before, which is rare: once a model.
-        _fold_run(con, part, names_first=True)
+    else:
+        # Edges that were never seen before are rare: once a model.
+        number = _fold_run(con, part, names_first=False)
+        number = number or _fold_run(con, part, names_first=True)
+        with journal.open("a", encoding="utf-8") as file:
+            file.write(dump_json({"run_no": number, "head": part.head}) + "\n")
     known[part.kind].add(part.id)
 
 
-def _fold_run(con: duckdb.DuckDBPyConnection, part: Part, *, names_first: bool) -> bool:
-    """Put a run in, in one transaction; False if edge names are missing yet."""
+def _fold_run(
+    con: duckdb.DuckDBPyConnection, part: Part, *, names_first: bool
+) -> int | None:
+    """Put a run in, in one transaction; its number, or None if names are missing."""
     con.execute("begin")
     try:
         number = _next(con, "run", "run_no")
@@ -178,7 +188,7 @@ def _fold_run(con: duckdb.DuckDBPyConnection, part: Part, *, names_first: bool) 
             put = con.execute(query, [number, path]).fetchall()[0][0]
             if put != facts["rows"] and not names_first:
                 con.execute("rollback")
-                return False
+                return None
             if put != facts["rows"]:
                 raise StoreError(
                     "store_part_corrupt",
@@ -192,7 +202,7 @@ def _fold_run(con: duckdb.DuckDBPyConnection, part: Part, *, names_first: bool) 
     except (duckdb.Error, StoreError):
         _undo(con)
         raise
-    return True
+    return number
 
 
 def _undo(con: duckdb.DuckDBPyConnection) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from circuitlab.database import means_damage
 from circuitlab.errors import ArgumentError, StoreError
 from circuitlab.migrations import store_files
 
@@ -136,11 +137,9 @@ def run_query(
             raise _not_read_only(query, statements)
         found = con.sql(query, params=params or None)
         return found.to_arrow_table()
-    except (duckdb.FatalException, duckdb.InternalException):
-        raise
-    except (duckdb.IOException, duckdb.SerializationException):
-        raise
     except duckdb.Error as error:
+        if means_damage(error) or isinstance(error, duckdb.IOException):
+            raise
         raise StoreError(
             "sql_failed", f"the query failed: {error}", query=query, reason=str(error)
         ) from error

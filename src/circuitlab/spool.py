@@ -173,6 +173,12 @@ class Part:
             tables[name] = original_table(table, schema_of(self.files[name], name))
         return record_from(self.head, tables)
 
+    def all_files(self) -> dict[str, bytes]:
+        """Every file with its content, verified, to be put elsewhere as it is."""
+        head = self.folder.read([f"{self.name}/{HEAD}"])
+        found = {f"{table}.parquet": data for table, data in self.content().items()}
+        return {**found, HEAD: head[f"{self.name}/{HEAD}"]}
+
     def dataset(self) -> Dataset:
         facts = self.head["dataset"]
         table = self.kept()["prompt"].cast(KEPT["prompt"])
@@ -211,8 +217,10 @@ def timestamp() -> str:
     return at.isoformat(timespec="microseconds")
 
 
-def part_of_record(record: Record) -> tuple[str, dict[str, bytes]]:
-    """The name and the files of a run's part."""
+def part_of_record(
+    record: Record, saved_at: str | None = None
+) -> tuple[str, dict[str, bytes]]:
+    """The name and the files of a run's part; `saved_at` is now unless given."""
     if not record.tables:
         raise StoreError("record_empty", "a run needs at least one table", value=0)
     files, facts = {}, {}
@@ -223,7 +231,7 @@ def part_of_record(record: Record) -> tuple[str, dict[str, bytes]]:
         "kind": "run",
         "id": record.run_id,
         "type": record.type,
-        "saved_at": timestamp(),
+        "saved_at": saved_at or timestamp(),
         "policy_digest": record.run.policy_digest,
         "params_digest": record.run.params_digest,
         "run": record.run.to_json(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ from circuitlab.records import (
     record_of,
     thing_of,
 )
+from circuitlab.repair import (
+    Check,
+    Repaired,
+    check_database,
+    check_parts,
+    rebuild,
+    set_parts_aside,
+)
+from circuitlab.share import copy_runs, export_runs, import_parts
 from circuitlab.spool import Event, Folder, Spool, part_of_dataset, part_of_record
 from circuitlab.stored_rows import read_dataset, read_record
 
@@ -152,7 +161,7 @@ class Store:
         with self.database.writing(wait) as con:
             if isinstance(con, Held):
                 return Folded(pending=len(parts), held_by=con.program, pid=con.pid)
-            found = fold_spool(con, self.spool, seconds)
+            found = fold_spool(con, self.spool, seconds, self.database.journal_path)
         if isinstance(self.spool.folder, LocalFolder):
             self.spool.folder.sweep()
         return found
@@ -268,7 +277,80 @@ class Store:
         with self.connect() as con:
             return self._resolve(con, run_id)
 
+    # --- sharing, checking ---
+
+    def export(self, run_ids: Iterable[str] | None, folder: str | Path) -> list[str]:
+        """Write runs (None: all) as Parquet with a manifest; their ids.
+
+        `folder` is a path or a URL. Prompts, tags and notes go along. Raises StoreError
+        `run_unknown`, and what writing raises.
+        """
+        return export_runs(self, self._chosen(run_ids), folder)
+
+    def import_(self, folder: str | Path) -> list[str]:
+        """Take in an export, or another store's remote folder; the ids of its runs.
+
+        Every run is verified against its id; what is here already stays as it is.
+        Raises DataError `export_invalid`, `export_incomplete`, StoreError
+        `store_part_corrupt`.
+        """
+        self._probe()
+        self._saved = True
+        parts = [part for part, _ in import_parts(self.spool, folder)]
+        self._try_to_fold(CLOSE_SECONDS)
+        return [part.id for part in parts if part.kind == "run"]
+
+    def merge(self, other: Store | str | Path) -> list[str]:
+        """Take in every run of another store; their ids."""
+        source = other if isinstance(other, Store) else Store(other)
+        self._probe()
+        self._saved = True
+        parts = copy_runs(source, source._chosen(None), self.spool)
+        self._try_to_fold(CLOSE_SECONDS)
+        return [part.id for part in parts if part.kind == "run"]
+
+    def check(self, *, deep: bool = False) -> Check:
+        """Look for damage. `deep` reads every row and derives every id again."""
+        found, problems = 0, check_parts(self.spool)
+        if self.database is not None and self.database.exists():
+            found, wrong = check_database(self.database, deep)
+            problems += wrong
+        return Check(found, len(self.spool.entries()[0]), tuple(problems), deep)
+
+    def repair(self) -> Repaired:
+        """Set damaged parts and a damaged file aside, and save what they still give.
+
+        Nothing is deleted. Says which runs were saved and which are lost. Raises
+        StoreError `store_not_duckdb` for a file that was never a store.
+        """
+        report = Repaired()
+        if self.database is None or not isinstance(self.spool.folder, LocalFolder):
+            raise StoreError(
+                "remote_not_repaired",
+                f"{self.path}: repair a copy (circuitlab export), then put it back",
+                path=self.path,
+            )
+        set_parts_aside(self.spool, self.spool.folder, report)
+        if self.database.exists():
+            _, wrong = check_database(self.database, deep=True)
+            codes = {problem.code for problem in wrong}
+            ours = self.database.lock_path.exists()
+            if "store_corrupt" in codes or ("store_not_duckdb" in codes and ours):
+                with self.database.exclusive() as database:
+                    rebuild(database, self.spool, report)
+            elif wrong:
+                raise StoreError(wrong[0].code, wrong[0].text, path=self.path)
+        self.fold(None)
+        return report
+
     # --- inside ---
+
+    def _chosen(self, run_ids: Iterable[str] | None) -> list[str]:
+        with self.connect() as con:
+            if run_ids is None:
+                query = "select run_id from live order by run_id"
+                return [run for (run,) in con.execute(query).fetchall()]
+            return [self._resolve(con, run_id) for run_id in run_ids]
 
     @contextlib.contextmanager
     def _base(self, there: bool) -> Iterator[duckdb.DuckDBPyConnection]:

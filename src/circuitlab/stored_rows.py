@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -27,7 +29,13 @@ def read_record(con: duckdb.DuckDBPyConnection, run_id: str) -> Record | None:
     rows = con.execute(query, [run_id]).fetchall()
     if not rows:
         return None
-    number, head = rows[0][0], json.loads(rows[0][1])
+    return read_numbered(con, rows[0][0], json.loads(rows[0][1]))
+
+
+def read_numbered(
+    con: duckdb.DuckDBPyConnection, number: int, head: Mapping[str, Any]
+) -> Record:
+    """A folded run by its number and its head."""
     tables = {}
     for name, facts in head["files"].items():
         kept = _read(con, name, number)
