@@ -29,6 +29,7 @@ import filelock
 from circuitlab.errors import StoreError
 from circuitlab.folders import os_errors
 from circuitlab.migrations import Migration, check_version, migrate, schema_version
+from circuitlab.queries import means_damage
 from circuitlab.spool import wait_until
 
 STORAGE = "v1.5.0"
@@ -36,14 +37,6 @@ STORAGE = "v1.5.0"
 
 _HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
 _READ_ONLY_HOLDER = "able to open this database in read-only mode"
-_DAMAGED = (
-    "orrupt",
-    "checksum",
-    "deserialize",
-    "invalidated",
-    "Failed to load",
-    "read enough bytes",
-)
 _LOCKED = "Could not set lock on file"
 _SAME_PROCESS = "different configuration than existing"
 
@@ -343,16 +336,6 @@ class Database:
                 **facts,
             )
         return None
-
-
-def means_damage(error: duckdb.Error) -> bool:
-    """Whether DuckDB's words are those for a file that is not what it wrote."""
-    hard = (
-        duckdb.FatalException,
-        duckdb.InternalException,
-        duckdb.SerializationException,
-    )
-    return isinstance(error, hard) or any(word in str(error) for word in _DAMAGED)
 
 
 def own_version() -> str:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from circuitlab.errors import DataError
 from circuitlab.sites import PORTS, parse_component
-from circuitlab.tables import EDGE, EVAL, PER_EXAMPLE, PROMPT, canonical_json
+from circuitlab.tables import ACT, EDGE, EVAL, PER_EXAMPLE, PROMPT, canonical_json
 
 CIRCUIT = pa.schema(
     [
@@ -32,42 +32,6 @@ chosen) a JSON text."""
 
 CIRCUIT_EDGE = pa.schema([("edge", pa.string())])
 """One edge of a circuit a row, in canonical order."""
-
-ACT = pa.schema(
-    [
-        ("target_id", pa.string()),
-        ("kind", pa.string()),
-        ("address", pa.string()),
-        ("site", pa.string()),
-        ("pass", pa.int32()),
-        ("position", pa.int32()),
-        ("element", pa.string()),
-        ("sample_id", pa.string()),
-        ("site_key", pa.string()),
-        ("alias_group", pa.string()),
-        ("method", pa.string()),
-        ("reduction", pa.string()),
-        ("grain", pa.string()),
-        ("score", pa.float64()),
-        ("shape", pa.string()),
-        ("dtype", pa.string()),
-        ("device", pa.string()),
-        ("status", pa.string()),
-        ("status_reason", pa.string()),
-        ("differentiable", pa.bool_()),
-        ("retention", pa.string()),
-        ("capture_status", pa.string()),
-        ("resolution", pa.string()),
-        ("frozen_requested", pa.int64()),
-        ("frozen_resolved", pa.int64()),
-        ("frozen_reached", pa.int64()),
-        ("policy_digest", pa.string()),
-        ("detached", pa.bool_()),
-        ("rescorable", pa.bool_()),
-    ]
-)
-"""The columns that the store keeps as columns of their own for ACT rows; whatever else
-a read table has is kept too, in the JSON column `more`."""
 
 KEPT = {
     "edge": EDGE,

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 CONTRACT = 1
 """Version of the numerical contract: part of every policy digest."""
 
-STATUSES = ("ok", "unreachable", "not_differentiable", "unsupported_grain", "unavailable")
+STATUSES = (
+    "ok",
+    "unreachable",
+    "not_differentiable",
+    "unsupported_grain",
+    "unavailable",
+)
 Status = Literal[
     "ok", "unreachable", "not_differentiable", "unsupported_grain", "unavailable"
 ]

@@ -94,6 +94,8 @@ create table act (
     reduction varchar,
     grain varchar,
     score double,
+    stderr double,
+    n bigint,
     shape varchar,
     dtype varchar,
     device varchar,
