@@ -36,7 +36,7 @@ from circuitlab.sites import ModelShape, fed_by, parse_edge
 from circuitlab.tables import EdgeTable
 
 if TYPE_CHECKING:
-    from circuitlab.select import EdgeSelector
+    from circuitlab.select import EdgeSelector, SiteSelector
 
 Found = TypeVar("Found")
 
@@ -58,9 +58,9 @@ def top_k(
     k: SupportsIndex | None = None,
     *,
     by: Selectable[Found] | None = None,
-    rank: Rank | None = None,
+    rank: str | None = None,
     pins: Iterable[str] = (),
-    where: EdgeSelector | str | None = None,
+    where: SiteSelector | str | None = None,
 ) -> Found: ...
 def top_k(edges=None, k=None, *, by=None, prune=True, **how):
     """The `k` edges of largest key, without what dangles.
@@ -96,9 +96,9 @@ def top_fraction(
     fraction: float = 0.01,
     *,
     by: Selectable[Found] | None = None,
-    rank: Rank | None = None,
+    rank: str | None = None,
     pins: Iterable[str] = (),
-    where: EdgeSelector | str | None = None,
+    where: SiteSelector | str | None = None,
 ) -> Found: ...
 def top_fraction(edges=None, fraction=0.01, *, by=None, prune=True, **how):
     """The best `fraction` of the rankable edges, rounded up; 0 gives none.
@@ -127,9 +127,9 @@ def threshold(
     below: float | None = None,
     *,
     by: Selectable[Found] | None = None,
-    rank: Rank | None = None,
+    rank: str | None = None,
     pins: Iterable[str] = (),
-    where: EdgeSelector | str | None = None,
+    where: SiteSelector | str | None = None,
 ) -> Found: ...
 def threshold(edges=None, above=None, below=None, *, by=None, prune=True, **how):
     """The edges whose key (see `top_k`) is above and below the bounds, both strict.
@@ -264,6 +264,9 @@ def _table(edges: Any, by: Any) -> Any:
 
 def _cut(table: Any, cut: Cut, pruned: bool, how: Mapping[str, Any]):
     """Apply a cut to an edge table, or ask another table for its own selection."""
+    if getattr(table, "kind", None) == "EDGE":
+        # EDGE rows of a read table, loaded from JSON say, are an edge table's rows.
+        table = table.to_edges()
     if not isinstance(table, EdgeTable) and isinstance(table, Selectable):
         pins = tuple(how.get("pins", ()))
         return table.select(Request(cut, how.get("rank"), pins, how.get("where")))
@@ -292,6 +295,32 @@ def _chosen(
     }
     found = Circuit(edges, run.model.shape, run, provenance)
     return prune(found, pins=ranked.pins) if pruned else found
+
+
+def auroc(edges: EdgeTable, truth: Circuit, *, rank: Rank | None = None) -> float:
+    """How well the scores tell a known circuit's edges from all others: 0.5 is chance.
+
+    The chance that an edge of the circuit has the larger key (see `top_k`), ties
+    counted half; the universe is the table's rankable rows. Raises ArgumentError
+    `truth_invalid` where they are all in the circuit, or none is.
+    """
+    ranked = rank_edges(edges, rank=rank)
+    inside = np.array([ranked.names[row] in truth.edges for row in ranked.rows], bool)
+    n_in, n_out = int(inside.sum()), int((~inside).sum())
+    if not n_in or not n_out:
+        raise ArgumentError(
+            "truth_invalid",
+            f"{n_in} of the {len(inside):,} rankable edges are in the circuit; a curve "
+            "needs some inside and some outside",
+            value=n_in,
+        )
+    _, place, counts = np.unique(
+        ranked.keys[ranked.rows], return_inverse=True, return_counts=True
+    )
+    # The mean rank of each group of ties, from 1 for the smallest key.
+    mean_rank = np.cumsum(counts) - (counts - 1) / 2
+    total = float(mean_rank[place[inside]].sum())
+    return (total - n_in * (n_in + 1) / 2) / (n_in * n_out)
 
 
 @dataclass(frozen=True)

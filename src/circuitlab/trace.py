@@ -8,7 +8,7 @@ inserts no leaf, so gradients reach the embeddings and every parameter upstream.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
@@ -70,12 +70,15 @@ class Trace:
     keeps, until `cleanup()` (or the end of its `with`).
     """
 
-    def __init__(self, model: Backend, prompts: Prompts, batch: TokenBatch, norms: Norms):
+    def __init__(
+        self, model: Backend, prompts: Prompts, batch: TokenBatch, norms: Norms
+    ):
         self.model = model
         self.prompts = prompts
         self.batch = batch
-        self.norms = norms
+        self.norms: str = norms
         self.records: dict[Place, SiteRecord] = {}
+        self.side = "clean"
         self.backward_ready = False
         self.edits: Any = None
         self.dead: str | None = None
@@ -230,7 +233,7 @@ class Trace:
         return [place for place in self.records if place[0] == name]
 
 
-def _not_captured(info: SiteInfo, norms: Norms) -> NoReturn:
+def _not_captured(info: SiteInfo, norms: str) -> NoReturn:
     raise ArgumentError(
         "site_not_captured",
         f"{info.name} fired in the probe but not in this capture (norms={norms!r}); a "
@@ -303,9 +306,11 @@ def capture(
     rows = found.clean if side == "clean" else found.corrupted
     batch = model.batch(rows, found.answers, found.wrong_answers)
     trace = Trace(model, found, batch, norms)
-    trace.backward_ready = backward_ready
+    trace.side, trace.backward_ready = side, backward_ready
     infos = [i for i in trace.inventory if _is_captured(i, norms)]
-    recorder = _Recorder(trace, _wanted(trace.inventory, infos, save, norms))
+    recorder = _Recorder(trace)
+    known = [*infos, *recorder.middles]
+    recorder.wanted = _wanted(trace.inventory, known, save, norms)
     extra, check = _edit_taps(model, edits, batch, trace)
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     taps = [*extra, *(recorder.tap(info) for info in infos)]
@@ -346,7 +351,7 @@ def as_prompts(prompts: Any, model: Backend) -> Prompts:
     return Prompts.from_tokens(prompts, prompts)
 
 
-def _is_captured(info: SiteInfo, norms: Norms) -> bool:
+def _is_captured(info: SiteInfo, norms: str) -> bool:
     if not info.fired or info.through is not None:
         return False
     return norms == "open" or not info.name.endswith(_INNER)
@@ -370,7 +375,7 @@ def _wanted(
             found |= {i.name for i in sites.match(name)} & known
         else:
             info = find_site(sites, name)
-            if info.name not in known and info.through is None:
+            if info.name not in known:
                 _not_captured(info, norms)
             found.add(info.name)
     return found
@@ -405,12 +410,16 @@ def _why_dead(model: Backend, grad: bool, logits: Tensor) -> str | None:
 class _Recorder:
     """Writes records (and wanted payloads) into a trace while its pass runs."""
 
-    def __init__(self, trace: Trace, wanted: set[str]):
+    def __init__(self, trace: Trace):
         self.trace = trace
-        self.wanted = wanted
+        self.wanted: set[str] = set()
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._passes: Counter[str] = Counter()
         self._mid = _stream_middles(trace)
+
+    @property
+    def middles(self) -> list[SiteInfo]:
+        return [info for found in self._mid.values() for info in found]
 
     def tap(self, info: SiteInfo) -> Tap:
         def fn(value: Tensor) -> None:
@@ -456,7 +465,7 @@ def _apart(shape: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _tap_site(info: SiteInfo, norms: Norms) -> Site:
+def _tap_site(info: SiteInfo, norms: str) -> Site:
     """The hook point, whose output is on the path; with fused norms the norm module,
     since then its hook points don't run."""
     parent, _, last = info.name.rpartition(".hook_")
@@ -466,7 +475,7 @@ def _tap_site(info: SiteInfo, norms: Norms) -> Site:
     return info.site
 
 
-def _stream_middles(trace: Trace) -> Mapping[str, list[SiteInfo]]:
+def _stream_middles(trace: Trace) -> dict[str, list[SiteInfo]]:
     """`hook_resid_mid` by the site whose tensor it is: the MLP's pre-norm input.
 
     That input is the stream itself, so the gradient at its address is the total one,
