@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from circuitlab.circuits import (
     Circuit,
+    auroc,
     cumulative_mass,
     greedy,
     overlap,
@@ -593,6 +594,27 @@ def test_the_repr_says_what_was_asked_and_what_was_kept():
     assert f"{len(found)} edges of 479 (k=60)" in repr(found)
     assert found._repr_html_().startswith("<svg")
     assert "<svg" in str(found.plot(title="t"))
+
+
+# --- truth ----------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables(), st.integers(0, 2**32 - 1), ranks)
+def test_auroc_is_the_chance_of_ranking_a_true_edge_higher(table, seed, rank):
+    shape = table.shape
+    kept = np.random.default_rng(seed).random(shape.n_edges) < 0.2
+    truth = Circuit(frozenset(np.array(shape.edge_names)[kept].tolist()), shape)
+    keys = np.abs(table.scores) if rank == "magnitude" else table.support
+    ok = np.array([s == "ok" for s in table.rows["status"].to_pylist()]) & ~np.isnan(
+        keys
+    )
+    inside, outside = keys[ok & kept], keys[ok & ~kept]
+    if not len(inside) or not len(outside):
+        assert code_of(lambda: auroc(table, truth, rank=rank)) == "truth_invalid"
+        return
+    wins = (inside[:, None] > outside) + 0.5 * (inside[:, None] == outside)
+    assert auroc(table, truth, rank=rank) == pytest.approx(wins.mean(), abs=1e-12)
 
 
 # --- overlap ---------------------------------------------------------------------

@@ -17,6 +17,7 @@ from circuitlab.select import (
     matching_sites,
     parse_edge_selector,
     parse_site_selector,
+    site_facts,
 )
 from circuitlab.sites import ModelShape, parse_edge
 from circuitlab.tables import EDGE, STATUSES, EdgeTable, ModelInfo, Run, edge_rows
@@ -347,7 +348,6 @@ def site_rows() -> pa.Table:
     return pa.table(
         {
             "site": SITES,
-            "layer": pa.array([None, 0, 0, 1, 1], pa.int32()),
             "position": pa.array([0, 1, 2, 3, None], pa.int32()),
             "score": pa.array([0.5, -1.0, None, 2.0, float("nan")]),
             "status": ["ok", "ok", "unreachable", "ok", "ok"],
@@ -367,6 +367,10 @@ def site_rows() -> pa.Table:
         ("status=unreachable", [2]),
         ("position=1-2", [1, 2]),
         ("nothing.*", []),
+        ("kind=attn,embed", [0, 1, 3]),
+        ("kind=mlp & layer=1", []),
+        ("kind=block", [4]),
+        ("layer=none", []),
         ("*", [0, 1, 2, 3, 4]),
     ],
 )
@@ -388,6 +392,22 @@ def test_a_star_stays_in_its_segment_and_each_site_comes_once():
         SITES[2],
     )
     assert matching_sites(["blocks.+"], SITES) == ()
+
+
+@pytest.mark.parametrize(
+    ("site", "kind", "layer", "port"),
+    [
+        ("blocks.3.attn.q.hook_out", "attn", 3, "q"),
+        ("blocks.12.attn.hook_k", "attn", 12, "k"),
+        ("blocks.0.mlp.hook_out", "mlp", 0, None),
+        ("blocks.0.hook_resid_pre", "block", 0, None),
+        ("blocks.0.ln1.hook_scale", "ln1", 0, None),
+        ("unembed.hook_out", "unembed", None, None),
+    ],
+)
+def test_a_site_is_told_by_its_name(site, kind, layer, port):
+    facts = site_facts(site)
+    assert (facts.kind, facts.layer, facts.port) == (kind, layer, port)
 
 
 def test_a_site_name_outside_the_alphabet_is_quoted():

@@ -202,7 +202,7 @@ class _Grid:
 
     @property
     def box(self) -> tuple[float, float]:
-        share = 0.36 if self.grouped else 0.4
+        share = 0.38 if self.grouped else 0.4
         return min(42.0, self.column * share), min(20.0, self.row * 0.66)
 
     @property
@@ -411,13 +411,14 @@ def _node(component: Component, ports: set[str], grid: _Grid) -> str:
     letters = [
         _text(x - wide / 2 + 4.6, y + shift * high * 0.32 + 1.9, port, 5.6, MUTED)
         for port, shift in (("q", -1), ("k", 0), ("v", 1))
-        if port in ports
+        # With grouped keys and values, a head's only own input is its query.
+        if port in ports and not grid.grouped
     ]
     label = {"head": f"{component.layer}.{component.head}"}.get(
         component.kind, component.name
     )
-    shift = 2.2 if component.kind == "head" else 0.0
-    size = 11.0 if end else min(9.5, wide * 0.32)
+    shift = 2.2 if component.kind == "head" and not grid.grouped else 0.0
+    size = 11.0 if end else min(9.5, wide * (0.36 if grid.grouped else 0.32))
     box = _rect(
         x - wide / 2, y - high / 2, wide, high, fill=fill, rounded=5, stroke=stroke
     )

@@ -28,7 +28,7 @@ from circuitlab.sites import parse_edge
 from circuitlab.tables import EdgeTable
 
 if TYPE_CHECKING:
-    from circuitlab.select import EdgeSelector
+    from circuitlab.select import EdgeSelector, SiteSelector
 
 Rank = Literal["magnitude", "support"]
 Found = TypeVar("Found", covariant=True)
@@ -124,13 +124,14 @@ Cut = TopK | TopFraction | Band | Mass
 class Request:
     """What a caller of `top_k`, `top_fraction` or `threshold` asked of a table.
 
-    `rank` is None where the caller left the choice to the table.
+    `rank` is None where the caller left the choice to the table, whose own words for
+    rankings these are.
     """
 
     cut: Cut
-    rank: Rank | None = None
+    rank: str | None = None
     pins: tuple[str, ...] = ()
-    where: EdgeSelector | str | None = None
+    where: EdgeSelector | SiteSelector | str | None = None
 
     def __str__(self) -> str:
         """The request as the text that provenance records."""

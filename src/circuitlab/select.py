@@ -32,7 +32,14 @@ from circuitlab.patterns import (
     set_field,
 )
 from circuitlab.patterns import Span as Span
-from circuitlab.sites import PORTS, Component, ModelShape, Receiver, parse_edge
+from circuitlab.sites import (
+    PORTS,
+    Component,
+    ModelShape,
+    Receiver,
+    parse_edge,
+    site_glob,
+)
 from circuitlab.tables import STATUSES, EdgeTable
 
 EndFields = tuple[frozenset[str] | None, Numbers | None, Numbers | None]
@@ -177,9 +184,10 @@ class Preview:
 class SiteSelector:
     """Which sites: as EdgeSelector, over rows with a `site` and numbers.
 
-    `sites` are names or globs: `*` stays in one dotted segment, `**` crosses. Fields
-    look at the columns kind, layer, head, port, position, score, stderr, n and status;
-    one that the table lacks is refused.
+    `sites` are names or globs: `*` stays in one dotted segment, `**` crosses. Kind,
+    layer and port are read from a site's name (see `site_facts`). The other fields look
+    at the columns head, position, score, stderr, n and status; one that the table lacks
+    is refused.
     """
 
     sites: tuple[str, ...] | None = None
@@ -233,10 +241,8 @@ class SiteSelector:
         known = tuple(sites)
         sizes = {"n_layers": n_layers, "n_heads": n_heads, "n_positions": n_positions}
         parts: list[Condition] = []
-        if self.sites is not None:
-            parts.append(Within("site", matching_sites(self.sites, known)))
-        parts += _set_part("kind", self.kinds) + _set_part("port", self.ports)
-        parts += _number_part("layer", self.layers, n_layers)
+        if not (self.sites is self.kinds is self.layers is self.ports is None):
+            parts.append(Within("site", self._named(known, n_layers)))
         parts += _number_part("head", self.heads, n_heads)
         parts += _row_parts(self, higher_is_better, n_positions)
         for other in self.exclude:
@@ -245,6 +251,22 @@ class SiteSelector:
         found = All(tuple(parts))
         pins = matching_sites(tuple(self.pinned), known)
         return Any((found, Within("site", pins))) if self.pinned else found
+
+    def _named(self, known: tuple[str, ...], n_layers: int) -> tuple[str, ...]:
+        """The sites that fit by name: glob, kind, layer and port are read from it."""
+        sites = known if self.sites is None else matching_sites(self.sites, known)
+        layers = None
+        if self.layers is not None:
+            layers = numbers_of(self.layers, n_layers, "layer")
+
+        def fits(facts: SiteFacts) -> bool:
+            return (
+                (self.kinds is None or facts.kind in self.kinds)
+                and (layers is None or facts.layer in layers)
+                and (self.ports is None or (facts.port or "in") in self.ports)
+            )
+
+        return tuple(site for site in sites if fits(site_facts(site)))
 
     def mask(
         self, rows: pa.Table, *, n_layers: int, n_heads: int, **context: Anything
@@ -260,14 +282,30 @@ class SiteSelector:
 
 def matching_sites(patterns: Iterable[str], sites: Iterable[str]) -> tuple[str, ...]:
     """The sites that a name or glob matches, each once, in the order of `sites`."""
-    tests = [_glob(pattern) for pattern in patterns]
+    tests = [site_glob(pattern) for pattern in patterns]
     return tuple(site for site in sites if any(test.fullmatch(site) for test in tests))
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*)", pattern)
-    spelled = {"**": ".*", "*": r"[^.]*"}
-    return re.compile("".join(spelled.get(part, re.escape(part)) for part in parts))
+@dataclass(frozen=True)
+class SiteFacts:
+    """What a site's name says: `kind` is the part of a block (attn, mlp, ln1), `block`
+    for the block's own sites, and the first segment outside the blocks (embed)."""
+
+    kind: str
+    layer: int | None
+    port: str | None
+
+
+def site_facts(site: str) -> SiteFacts:
+    """Read a site's name, `blocks.3.attn.q.hook_out`: kind attn, layer 3, port q."""
+    segments = site.split(".")
+    ports = [part.removeprefix("hook_") for part in segments]
+    port = next((part for part in ports if part in PORTS), None)
+    inner = re.search(r"(?:^|\.)blocks\.(\d+)(?:\.(\w+))?", site)
+    if inner is None:
+        return SiteFacts(segments[0], None, port)
+    part = inner[2] or "hook"
+    return SiteFacts("block" if part.startswith("hook") else part, int(inner[1]), port)
 
 
 def _name_parts(selector: EdgeSelector, shape: ModelShape) -> list[Condition]:
