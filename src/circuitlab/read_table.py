@@ -21,7 +21,6 @@ import pyarrow as pa
 from circuitlab.errors import ArgumentError, DataError
 from circuitlab.ranking import Request
 from circuitlab.read_edges import edges_from_rows, rows_from_edges
-from circuitlab.records import Record
 from circuitlab.site_selection import SiteSelection, refuse, select_sites
 from circuitlab.tables import ACT, EdgeTable, Run
 
@@ -446,6 +445,14 @@ class ReadTable(Mapping[Key, ReadRow]):
 
     # --- persistence ---
 
+    def portable(self) -> ReadTable | EdgeTable:
+        """What the store keeps of it: these rows, or for EDGE rows the edge table.
+
+        Raises DataError `read_table_not_portable` for a tensor-bearing table.
+        """
+        self._require_portable()
+        return self.to_edges() if self.kind == "EDGE" and len(self) else self
+
     def _require_portable(self) -> None:
         if self.tensor_bearing:
             raise DataError(
@@ -454,21 +461,6 @@ class ReadTable(Mapping[Key, ReadRow]):
                 "keeps; read with a reduction, or save the tensors yourself",
                 rows=len(self.values_by_row),
             )
-
-    def to_record(self) -> Record:
-        """What the store keeps. Raises DataError `read_table_not_portable`."""
-        self._require_portable()
-        if self.kind == "EDGE":
-            edges = self.to_edges()
-            return Record(edges.run, {"edge": edges.rows}, f"{__name__}:ReadTable")
-        return Record(self.run, {"act": self.rows}, f"{__name__}:ReadTable")
-
-    @classmethod
-    def from_record(cls, record: Record) -> ReadTable:
-        """A loaded table: its trace is not there, so it is not rescorable."""
-        if "edge" in record.tables:
-            return cls.from_edges(EdgeTable(record.tables["edge"], record.run))
-        return cls(record.tables["act"], record.run)
 
     def to_json(self) -> str:
         """The table as JSON `read_table_v1`. Raises `read_table_not_portable`."""
