@@ -191,9 +191,7 @@ def _axes(shape: tuple[int, ...], rows: int, length: int) -> tuple[str, ...]:
 
 
 def _others(count: int) -> tuple[str, ...]:
-    return (
-        tuple(f"axis{i}" for i in range(1, count)) + ("feature",) if count > 0 else ()
-    )
+    return (*(f"axis{i}" for i in range(1, count)), "feature") if count > 0 else ()
 
 
 def _by_depth(sites: list[SiteInfo], order: list[str]) -> list[SiteInfo]:
@@ -248,12 +246,20 @@ def _resid_mid(
 ) -> SiteInfo:
     before = by_name[f"blocks.{layer}.hook_in"]
     added = by_name.get(f"blocks.{layer}.hook_attn_out")
-    site = SiteInfo(name, (name,), layer=layer, axes=before.axes, sizes=before.sizes)
+    site = SiteInfo(
+        name,
+        (name,),
+        layer=layer,
+        axes=before.axes,
+        sizes=before.sizes,
+        point=after.name,
+    )
     if added is None or not (before.fired and after.fired and added.fired):
         return replace(site, reason="the attention's contribution has no site here")
     start, end = seen[before.name].value, seen[after.name].value
     step = seen[added.name].value
-    assert start is not None and end is not None
+    assert start is not None
+    assert end is not None
     assert step is not None
     off = (start + model.mlp_scale(layer) * step - end.reshape(start.shape)).abs().max()
     if off > _TOLERANCE.get(model.dtype, 0.1) * end.abs().max():

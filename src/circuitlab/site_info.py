@@ -43,6 +43,7 @@ class SiteInfo:
     gate: str | None = None
     writable: bool = False
     through: str | None = None
+    point: str | None = None
     reason: str | None = None
 
     @property
@@ -51,8 +52,8 @@ class SiteInfo:
 
     @property
     def site(self) -> Site:
-        """What a tap attaches to."""
-        return Site(self.name)
+        """Where a tap sees the value; for writing see `through`."""
+        return Site(self.point or self.name)
 
     @property
     def status(self) -> str:

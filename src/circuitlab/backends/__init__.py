@@ -192,6 +192,16 @@ class Backend(Protocol):
         """A fact about the model, found once for as long as its flags stand."""
         ...
 
+    def bound(
+        self,
+        taps: Sequence[Tap],
+        begin: Callable[[TokenBatch], None],
+        end: Callable[[], None],
+    ) -> AbstractContextManager[None]:
+        """Install taps for the length of a `with`, also for the user's own calls of the
+        model; `begin` gets each forward's tokens, `end` is called after it."""
+        ...
+
     def frozen(self) -> AbstractContextManager[None]:
         """No parameter asks for a gradient inside; the flags are put back after."""
         ...

@@ -148,6 +148,11 @@ class _Seen:
 def probe(model: TransformerLensModel) -> TransformerLensModel:
     """Check every site on one small forward; return the model, or raise
     `model_probe_failed` naming the site and the numbers."""
+    with torch.no_grad():
+        return _probe(model)
+
+
+def _probe(model: TransformerLensModel) -> TransformerLensModel:
     generator = torch.Generator().manual_seed(0)
     high = min(model.shape.d_vocab, 1000)
     tokens = torch.randint(1, high, (2, PROBE_LENGTH), generator=generator)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from circuitlab.backends import Capability, LayerSites, Point, Site, Tap, TokenBatch
+from circuitlab.backends.binding import bound
 from circuitlab.backends.points import flags, hook_points
 from circuitlab.errors import ModelError
 from circuitlab.norms import Norm
@@ -165,9 +166,10 @@ class TransformerLensModel:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(_eval_mode(self.bridge))
+            rows, length = batch.tokens.shape
             for tap in taps:
-                shape = batch.tokens.shape
-                fn = tap.fn if tap.raw else _unflattened(tap.fn, shape)
+                apart = _unflattened(tap.fn, lambda: (rows, length))
+                fn = tap.fn if tap.raw else apart
                 module = self.module(tap.site.path)
                 stack.enter_context(_installed(module, tap.site.slot, fn))
             return self.bridge(
@@ -176,6 +178,21 @@ class TransformerLensModel:
                 prepend_bos=False,
                 use_cache=False,
             )
+
+    def bound(
+        self,
+        taps: Sequence[Tap],
+        begin: Callable[[TokenBatch], None],
+        end: Callable[[], None],
+    ) -> AbstractContextManager[None]:
+        """Install taps on the bridge for the length of a `with`, also for calls of the
+        bridge that circuitlab doesn't make; `begin` gets each forward's tokens."""
+
+        def install(tap: Tap, shape: Callable[[], tuple[int, ...]]):
+            fn = _unflattened(tap.fn, shape)
+            return _installed(self.module(tap.site.path), tap.site.slot, fn)
+
+        return bound(self.bridge.original_model, taps, install, begin, end)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -358,13 +375,14 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _unflattened(fn: Callable, shape: tuple[int, ...]) -> Callable:
+def _unflattened(fn: Callable, shape: Callable[[], tuple[int, ...]]) -> Callable:
     """Give `fn` rows and positions apart, also where a block merges them (OPT)."""
 
     def apart(value: Tensor) -> Any:
-        if value.ndim != 2 or value.shape[0] != shape[0] * shape[1]:
+        rows, length = shape()
+        if value.ndim != 2 or value.shape[0] != rows * length:
             return fn(value)
-        new = fn(value.unflatten(0, shape))
+        new = fn(value.unflatten(0, (rows, length)))
         return new.flatten(0, 1) if isinstance(new, Tensor) else new
 
     return apart
