@@ -18,6 +18,7 @@ from circuitlab.circuit import SCHEMA as SCHEMA
 from circuitlab.circuit import Circuit as Circuit
 from circuitlab.circuit import prune as prune
 from circuitlab.errors import ArgumentError
+from circuitlab.graph import readers
 from circuitlab.ranking import (
     Band,
     Cut,
@@ -32,7 +33,7 @@ from circuitlab.ranking import (
     check_k,
     rank_edges,
 )
-from circuitlab.sites import ModelShape, fed_by, parse_edge
+from circuitlab.sites import ModelShape, parse_component, parse_edge
 from circuitlab.tables import EdgeTable
 
 if TYPE_CHECKING:
@@ -187,11 +188,16 @@ def _from_the_logits(
     ranked: RankedEdges, k: int, shape: ModelShape | None
 ) -> list[int]:
     """Row indices of the `k` edges. The heap holds ranks, so ties are broken already."""
-    parsed = [parse_edge(ranked.names[row]) for row in ranked.rows]
+    senders: list[str] = []
     into: dict[str, list[int]] = defaultdict(list)
-    for place, edge in enumerate(parsed):
-        for reader in fed_by(edge.receiver, shape) or (edge.receiver.component,):
-            into[reader.name].append(place)
+    read_by: dict[str, tuple[str, ...]] = {}
+    for place, row in enumerate(ranked.rows.tolist()):
+        sender, _, receiver = ranked.names[row].partition("->")
+        senders.append(sender)
+        if receiver not in read_by:
+            read_by[receiver] = readers(receiver, shape)
+        for component in read_by[receiver]:
+            into[component].append(place)
     reached: set[str] = set()
     offered: set[int] = set()
     heap: list[int] = []
@@ -210,7 +216,7 @@ def _from_the_logits(
     while heap and len(taken) < k:
         place = heapq.heappop(heap)
         taken.append(int(ranked.rows[place]))
-        reach(parsed[place].sender.name)
+        reach(senders[place])
     return taken
 
 
@@ -230,23 +236,22 @@ def top_nodes(
     the others. Options and errors as in `top_k`; pins are edges here too.
     """
     ranked = rank_edges(edges, rank=rank, pins=pins, where=where)
-    parsed = {int(row): parse_edge(ranked.names[row]) for row in ranked.rows}
-    total: dict[Any, float] = defaultdict(float)
     signed = edges.scores if ranked.rank == "magnitude" else edges.support
-    for row, edge in parsed.items():
-        total[edge.sender] += float(signed[row])
-    nodes = sorted((c for c in total if c.kind != "input"), key=lambda c: c.order)
+    ends: dict[int, tuple[str, str]] = {}
+    total: dict[str, float] = defaultdict(float)
+    for row in ranked.rows.tolist():
+        sender, _, receiver = ranked.names[row].partition("->")
+        ends[row] = sender, receiver
+        total[sender] += float(signed[row])
+    nodes = sorted(total.keys() - {"input"}, key=lambda c: parse_component(c).order)
     keys = np.array([total[node] for node in nodes])
     keys = np.abs(keys) if ranked.rank == "magnitude" else keys
     best = best_first(keys, ~np.isnan(keys), np.arange(len(nodes)))
-    kept = {nodes[i] for i in best[: check_k(k, len(best))]}
+    kept = {nodes[i] for i in best[: check_k(k, len(best))]} | {"input", "logits"}
     shape = edges.run.model.shape
-    rows = [
-        row
-        for row, edge in parsed.items()
-        if (edge.sender in kept or edge.sender.kind == "input")
-        and (edge.receiver.name == "logits" or kept & set(fed_by(edge.receiver, shape)))
-    ]
+    receivers = {receiver for _, receiver in ends.values()}
+    read = {r for r in receivers if not kept.isdisjoint(readers(r, shape))}
+    rows = [row for row, (s, r) in ends.items() if s in kept and r in read]
     text = f"top_nodes(k={k}){ranked.text}"
     facts = {"selector": "top_nodes", "text": text, "k_nodes": int(k)}
     return _chosen(ranked, rows, prune, facts)

@@ -6,7 +6,7 @@ Graphs are views: built from EDGE rows or a circuit when asked, and thrown away.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from circuitlab.errors import ArgumentError
@@ -17,6 +17,7 @@ from circuitlab.sites import (
     fed_by,
     parse_component,
     parse_edge,
+    parse_receiver,
 )
 from circuitlab.tables import EdgeTable
 
@@ -34,35 +35,37 @@ class EdgeSet(Protocol):
     def shape(self) -> ModelShape | None: ...
 
 
-def connected_edges(edges: Iterable[str], shape: ModelShape | None) -> frozenset[str]:
+def connected_edges(edges: Collection[str], shape: ModelShape | None) -> frozenset[str]:
     """The edges that lie on a path from `input` to `logits`: the rest dangles.
 
     This is the fixpoint of dropping every edge whose sender nothing kept reaches, or
     whose receiver feeds nothing kept. A head is reached through any of its q, k and v,
-    and through those of its KV group. Linear in the number of edges.
+    and through those of its KV group. Names are canonical. Costs as much as there are
+    edges.
 
     Raises ArgumentError `shape_needed` for grouped keys and values without a shape.
     Source: EAP-IG's `Graph.prune`; circuit-tracer's pruning to a fixpoint.
     """
-    ends = {name: _ends(parse_edge(name), shape) for name in edges}
+    feeds: dict[str, tuple[str, ...]] = {}
     after, before = defaultdict(list), defaultdict(list)
-    for sender, fed in ends.values():
-        after[sender] += fed
-        for name in fed:
-            before[name].append(sender)
+    for name in edges:
+        sender, _, receiver = name.partition("->")
+        if receiver not in feeds:
+            feeds[receiver] = readers(receiver, shape)
+        after[sender] += feeds[receiver]
+        for reader in feeds[receiver]:
+            before[reader].append(sender)
     reached = _closure("input", after)
     useful = _closure("logits", before)
-    return frozenset(
-        name
-        for name, (sender, fed) in ends.items()
-        if sender in reached and not useful.isdisjoint(fed)
-    )
+    kept = {receiver for receiver, fed in feeds.items() if not useful.isdisjoint(fed)}
+    parts = ((name, name.partition("->")) for name in edges)
+    return frozenset(name for name, (s, _, r) in parts if s in reached and r in kept)
 
 
-def _ends(edge: Edge, shape: ModelShape | None) -> tuple[str, list[str]]:
-    """An edge's sender, and the components that its receiver is an input of."""
-    fed = [component.name for component in fed_by(edge.receiver, shape)]
-    return edge.sender.name, fed or [edge.receiver.name]
+def readers(receiver: str, shape: ModelShape | None) -> tuple[str, ...]:
+    """Names of the components that a receiver is an input of; `logits` of itself."""
+    fed = fed_by(parse_receiver(receiver), shape)
+    return tuple(component.name for component in fed) or (receiver,)
 
 
 def _closure(start: str, neighbours: dict[str, list[str]]) -> set[str]:

@@ -169,7 +169,7 @@ class RankedEdges:
     """
 
     table: EdgeTable
-    names: Sequence[str]
+    names: list[str]
     keys: np.ndarray
     rows: np.ndarray
     rank: Rank
