@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from circuitlab.backends import Backend
@@ -136,8 +135,7 @@ class KeptValues:
 
     def values(self, removed: np.ndarray) -> list[float]:
         assert self._plan is not None
-        with torch.no_grad():
-            self._found = [focus.trial(removed) for focus in self._focuses]
+        self._found = [focus.trial(removed) for focus in self._focuses]
         self.components += self._plan.components * len(removed)
         self.passes += 1
         logits = [trial.logits for trial in self._found]

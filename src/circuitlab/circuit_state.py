@@ -37,6 +37,7 @@ class Chunk:
     positions: Tensor | None
 
 
+@torch.no_grad()
 def prepare(model: Backend, rows: Rows, metric: Metric) -> Chunk:
     """Run the full model once on some examples, and sum up their ablated side."""
     batch = rows.clean
@@ -195,6 +196,7 @@ class CircuitState:
     ablated value; it means nothing for senders that no kept edge leaves.
     """
 
+    @torch.no_grad()
     def __init__(self, model: Backend, chunk: Chunk, mask: np.ndarray, wiring: Wiring):
         self.model = model
         self.chunk = chunk
@@ -246,6 +248,7 @@ class Focus:
     and what the receivers further on read from those that stay as they are.
     """
 
+    @torch.no_grad()
     def __init__(self, state: CircuitState, column: int, plan: Plan):
         self.state = state
         self.column = column
@@ -253,6 +256,7 @@ class Focus:
         self.input = state.assembled(column)
         self._rest: dict[int, Tensor] = {}
 
+    @torch.no_grad()
     def trial(self, removed: np.ndarray) -> Trial:
         """Run circuits that lack some edges into the receiver.
 
