@@ -225,7 +225,8 @@ def ioi_model(n: int = 48, seed: int = 0, *, sharp: bool = False) -> HandModel:
     queries = times * torch.cat([20 * name, -40 * place, 0 * bos])
     keys = torch.cat([name, place, 10 * bos])
     _wire(model, 0, 0, _Head(queries, keys, name, dup, always))
-    marked = 9 * dup.sum(0, keepdim=True) + 2 / times * is_name
+    # Small enough that the attention fails without the duplicate's mark.
+    marked = 9 * dup.sum(0, keepdim=True) + (1 / 6 if sharp else 2) * is_name
     _wire(model, 1, 0, _Head(times * end, marked, dup, inhibit))
     mover_q = times * torch.cat([-12 * inhibit, end])
     mover_k = torch.cat([name, 10 * is_name])
