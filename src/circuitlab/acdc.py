@@ -27,7 +27,8 @@ from circuitlab.backends import Backend, as_backend
 from circuitlab.checkpoint import Checkpoint
 from circuitlab.circuit_state import heads_are_coupled, prepare
 from circuitlab.circuits import SCHEMA, Circuit, top_fraction
-from circuitlab.edges import EAPIG, edge_scores
+from circuitlab.edges import edge_scores
+from circuitlab.methods import EAPIG
 from circuitlab.errors import ArgumentError, DataError
 from circuitlab.metrics import Metric, kl
 from circuitlab.prompts import Prompts

@@ -68,7 +68,7 @@ def ablated_side(
     for layer in range(model.shape.n_layers):
         before = stream
         attention.append(before)
-        stream = before + _all_heads(model, layer, values.heads[layer])
+        stream = before + all_heads(model, layer, values.heads[layer])
         if model.shape.has_mlp:
             mlp.append(before if model.shape.parallel else stream)
             stream = stream + values.mlps[layer]
@@ -86,7 +86,7 @@ def _zeros(model: Backend, batch: TokenBatch) -> SenderValues:
     return SenderValues(stream, (heads,) * shape.n_layers, mlps)
 
 
-def _all_heads(model: Backend, layer: int, heads: Tensor) -> Tensor:
+def all_heads(model: Backend, layer: int, heads: Tensor) -> Tensor:
     """Σ over heads of what they add, and the bias that no ablation moves."""
     if not model.shape.split_heads:
         return heads[:, :, 0]

@@ -14,168 +14,125 @@ edges; see `circuits.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
+import pyarrow as pa
 
-from circuitlab.ablations import (
-    Ablation,
-    AblationSource,
-    Patch,
-    Rows,
-    as_ablation,
-)
-from circuitlab.backends import Backend, Capability, TokenBatch, as_backend, require
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.ablations import Ablation, AblationSource, as_ablation
+from circuitlab.backends import Backend, Capability, as_backend, require
+from circuitlab.errors import ArgumentError
+from circuitlab.methods import EAP, EAPIG, CleanCorrupted, Method, describe
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
-from circuitlab.receivers import GradientSum, Group, leaf_tap
-from circuitlab.senders import Collector, SenderValues, collect, expand
-from circuitlab.tables import EdgeTable, Run, edge_rows, now, versions
+from circuitlab.score_sum import (
+    Grain,
+    ScoreSum,
+    chunk_size,
+    moments,
+    sender_block,
+)
+from circuitlab.sites import parse_component
+from circuitlab.tables import EdgeTable, Run, digest, edge_rows, now, versions
 
 MEMORY_BUDGET = 2 << 30
 """Bytes that a chunk's sender differences and gradients may take, by default."""
 
-Rule = Literal["midpoint", "left", "right", "trapezoid", "gauss_legendre"]
+Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class EAP:
-    """Edge attribution patching: the gradient at the clean run (Syed et al. 2023)."""
+class ScoringInterrupted(KeyboardInterrupt):
+    """Scoring was interrupted; `partial` is the table of the examples that were done,
+    or None. Combine it with the table of the rest: `combine([partial, rest])`."""
 
-    name = "eap"
-
-    def points(self) -> list[tuple[float, float]]:
-        """(α, weight) pairs; α = 1 is the clean run, 0 the ablated input."""
-        return [(1.0, 1.0)]
-
-
-@dataclass(frozen=True)
-class CleanCorrupted:
-    """The gradients of both ends, averaged."""
-
-    name = "clean_corrupted"
-
-    def points(self) -> list[tuple[float, float]]:
-        return [(1.0, 0.5), (0.0, 0.5)]
-
-
-@dataclass(frozen=True)
-class EAPIG:
-    """EAP with integrated gradients over the `input` component (Hanna et al. 2024).
-
-    Points are `ablated + α(clean − ablated)`; the sender differences stay the end
-    points'. `rule="left"` with 5 steps is what EAP-IG's own code does.
-    """
-
-    steps: int = 5
-    rule: Rule = "midpoint"
-    name = "eap_ig"
-
-    def __post_init__(self):
-        rules = ("midpoint", "left", "right", "trapezoid", "gauss_legendre")
-        if self.rule not in rules:
-            raise ArgumentError(
-                "ig_rule_unknown",
-                f"{self.rule!r} is no rule; write one of {', '.join(rules)}",
-                value=self.rule,
-                expected=rules,
-            )
-        least = 2 if self.rule == "trapezoid" else 1
-        if isinstance(self.steps, bool) or self.steps < least:
-            raise ArgumentError(
-                "ig_steps_out_of_range",
-                f"steps is {self.steps}; {self.rule} needs at least {least}",
-                value=self.steps,
-                expected=f">= {least}",
-            )
-
-    def points(self) -> list[tuple[float, float]]:
-        steps = self.steps
-        even = [1 / steps] * steps
-        match self.rule:
-            case "left":
-                alphas = [k / steps for k in range(steps)]
-            case "right":
-                alphas = [(k + 1) / steps for k in range(steps)]
-            case "midpoint":
-                alphas = [(k + 0.5) / steps for k in range(steps)]
-            case "trapezoid":
-                alphas = np.linspace(0, 1, steps).tolist()
-                even = [1 / (steps - 1)] * steps
-                even[0] = even[-1] = even[0] / 2
-            case _:
-                nodes, weights = np.polynomial.legendre.leggauss(steps)
-                alphas, even = ((nodes + 1) / 2).tolist(), (weights / 2).tolist()
-        return list(zip(alphas, even, strict=True))
-
-
-Method = EAP | EAPIG | CleanCorrupted
+    def __init__(self, partial: EdgeTable | None):
+        super().__init__("scoring was interrupted")
+        self.partial = partial
 
 
 def edge_scores(
     model: Any,
-    prompts: Prompts,
+    prompts: Prompts | Iterable[Prompts],
     metric: Metric,
     *,
     method: Method | None = None,
     ablation: Ablation | str = "patch",
+    grain: Grain = "site",
+    receivers: Literal["qkv", "head"] = "qkv",
     batch_size: int | None = None,
     memory_budget: int = MEMORY_BUDGET,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> EdgeTable:
     """Score every edge of the model; return EDGE rows in canonical order.
 
     `score` is in the metric's units, mean over examples; `stderr` its standard error.
-    `progress(done, total)` is called after each chunk of examples. The chunk size comes
-    from `memory_budget` (bytes) unless `batch_size` is given; it changes no score.
+    `method` is EAP() unless given. `prompts` may be an iterable of sets, folded in as
+    they come. `grain="position"` gives a row per edge and position, `"example"` per edge
+    and example. `receivers="head"` gives a head's q, k and v edges their common sum, so
+    that selections take them together. Chunks of examples (and of senders, where one
+    example is too large) come from `memory_budget` in bytes, or `batch_size`; they
+    change no score. `progress(done, total)` is called after each chunk.
 
     Raises ArgumentError `metric_stationary_at_clean` (EAP with KL), `ablation_unknown`,
-    `metric_ignores_logits`, `batch_size_invalid`, `capability_missing`; DataError
-    `prompt_lengths_differ` (patch), `metric_not_finite`, `score_not_finite`.
+    `metric_ignores_logits`, `batch_size_invalid`, `grain_unknown`, `capability_missing`;
+    DataError `prompts_empty`, `prompt_lengths_differ` (patch), `metric_not_finite`,
+    `score_not_finite`; and `ScoringInterrupted`, which keeps what was done.
     """
     model = as_backend(model)
     method = method or EAP()
+    if method.name == "exact":
+        return _exact(model, prompts, metric, method, ablation, progress)
     require(model, Capability.GRADIENTS)
-    _refuse_stationary(metric, method)
-    source = AblationSource(model, prompts, as_ablation(ablation), metric)
+    _check(metric, method, grain, receivers, batch_size)
     started, clock = now(), time.perf_counter()
-    size = batch_size or chunk_size(model, prompts, memory_budget)
-    if size < 1:
-        raise ArgumentError(
-            "batch_size_invalid",
-            f"batch_size is {size}; give at least 1",
-            value=size,
-            expected=">= 1",
-        )
-    sums = ScoreSum(model)
-    with model.frozen():
-        for rows in source.chunks(size):
-            sums.add_chunk(rows, source, metric, method)
-            if progress:
-                progress(min(rows.start + size, len(prompts)), len(prompts))
-    run = Run(
-        kind="edge",
-        model=model.info,
-        dataset=prompts.name,
-        dataset_digest=prompts.digest,
-        n=len(prompts),
-        policy=edge_policy(method, metric, source),
-        provenance=sums.provenance(method, size),
-        seed=prompts.seed,
-        started_at=started,
-        seconds=time.perf_counter() - clock,
-        versions=versions(),
-    )
+    sets = [prompts] if isinstance(prompts, Prompts) else prompts
+    sums = ScoreSum(model, grain, receivers == "head")
+    done: list[tuple[Prompts, AblationSource, int]] = []
+    try:
+        for some in sets:
+            source = AblationSource(model, some, as_ablation(ablation), metric)
+            done.append((some, source, 0))
+            _fold(sums, source, done, batch_size, memory_budget, method, progress)
+    except KeyboardInterrupt:
+        partial = None
+        if sums.n:
+            run = _run(model, metric, method, sums, done, started, clock)
+            partial = EdgeTable(sums.rows(), run)
+        raise ScoringInterrupted(partial) from None
+    if not sums.n:
+        raise ArgumentError("prompts_empty", "there are no prompts to score", value=0)
+    run = _run(model, metric, method, sums, done, started, clock)
     return EdgeTable(sums.rows(), run)
 
 
-def _refuse_stationary(metric: Metric, method: Method) -> None:
-    if metric.stationary_at_clean and all(alpha == 1 for alpha, _ in method.points()):
+def _fold(sums: ScoreSum, source, done, batch_size, budget, method, progress) -> None:
+    """Score one prompt set chunk by chunk; `done` keeps how far it came."""
+    prompts = source.prompts
+    size = batch_size or chunk_size(sums.model, prompts, budget)
+    sums.sender_block = sender_block(sums.model, prompts, budget)
+    stages = method.stages(sums.model.shape)
+    with sums.model.frozen():
+        for rows in source.chunks(size):
+            sums.add_chunk(rows, source, source.metric, stages)
+            finished = min(rows.start + size, len(prompts))
+            done[-1] = (prompts, source, finished)
+            if progress:
+                progress(finished, len(prompts))
+
+
+def _exact(model, prompts, metric, method, ablation, progress) -> EdgeTable:
+    from circuitlab.exact import exact_effects
+
+    return exact_effects(
+        model, prompts, metric, edges=method.edges, ablation=ablation, progress=progress
+    )
+
+
+def _check(metric: Metric, method, grain, receivers, batch_size) -> None:
+    at_clean = method == EAP()
+    if metric.stationary_at_clean and at_clean:
         raise ArgumentError(
             "metric_stationary_at_clean",
             f"the gradient of {metric.name} is zero at the clean run, so EAP would score "
@@ -183,178 +140,154 @@ def _refuse_stationary(metric: Metric, method: Method) -> None:
             metric=metric.name,
             expected="EAPIG",
         )
+    if grain not in ("site", "position", "example"):
+        raise ArgumentError(
+            "grain_unknown",
+            f"{grain!r} is no grain; write site, position or example",
+            value=grain,
+        )
+    if receivers not in ("qkv", "head"):
+        raise ArgumentError(
+            "receivers_unknown",
+            f"receivers is 'qkv' or 'head', not {receivers!r}",
+            value=receivers,
+        )
+    if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+        raise ArgumentError(
+            "batch_size_invalid",
+            f"batch_size is {batch_size}; give at least 1",
+            value=batch_size,
+            expected=">= 1",
+        )
 
 
-def edge_policy(
-    method: Method, metric: Metric, source: AblationSource
-) -> dict[str, Any]:
-    """What defines the numbers of an edge table, as plain values."""
-    options = {k: v for k, v in vars(method).items() if k != "name"}
-    return {
-        "method": method.name,
-        **({"method_options": options} if options else {}),
-        "metric": metric.describe(),
-        "ablation": source.record,
-        "reduction": "sum_positions_mean_examples",
-        "grain": "site",
-        "frozen": None,
-    }
+def _run(model: Backend, metric: Metric, method, sums: ScoreSum, done, started, clock):
+    sets = [prompts[:n] for prompts, _, n in done if n]
+    digests = [some.digest for some in sets]
+    record = {**done[0][1].record}
+    donors = record.pop("donors", None)
+    provenance = sums.provenance()
+    if donors is not None:
+        provenance["donors"] = [
+            d for _, source, _ in done for d in source.record["donors"]
+        ]
+    return Run(
+        kind="edge",
+        model=model.info,
+        dataset=sets[0].name,
+        dataset_digest=digests[0] if len(digests) == 1 else digest(*digests),
+        n=sums.n,
+        policy={
+            **describe(method),
+            "metric": metric.describe(),
+            "ablation": record,
+            "reduction": "sum_positions_mean_examples",
+            "grain": sums.grain,
+            "receivers": "head" if sums.by_head else "qkv",
+            "frozen": None,
+        },
+        provenance=provenance,
+        seed=sets[0].seed,
+        started_at=started,
+        seconds=time.perf_counter() - clock,
+        versions=versions(),
+    )
 
 
-def chunk_size(model: Backend, prompts: Prompts, memory_budget: int) -> int:
-    """Examples per chunk, so that differences and gradients fit the budget."""
-    shape = model.shape
-    width = shape.d_model * max(len(row) for row in prompts.clean)
-    receivers = 3 * shape.n_heads + 8 * shape.n_layers
-    item = torch.finfo(model.dtype).bits // 8
-    per_example = (len(shape.senders) + receivers) * width * item
-    return max(1, min(len(prompts), memory_budget // per_example))
+def combine(tables: Sequence[EdgeTable]) -> EdgeTable:
+    """Combine tables of disjoint prompts into one, as if scored together.
+
+    Counts, means and sums of squares combine exactly (to rounding in float64). Raises
+    ArgumentError `combine_empty`, and `combine_mismatch` where policy or model differ.
+    """
+    if not tables:
+        raise ArgumentError("combine_empty", "there are no tables to combine", value=0)
+    first = tables[0]
+    for table in tables[1:]:
+        _require_same(first, table)
+    total = sum(_total(table) for table in tables)
+    squares = sum(_squares(table) for table in tables)
+    n = sum(table.run.n for table in tables)
+    mean, stderr = moments(np.asarray(total), np.asarray(squares), n)
+    status = np.array(first.rows["status"].to_pylist())
+    rows = edge_rows(first.shape, mean, stderr, n, status)
+    digests = [table.run.dataset_digest for table in tables]
+    provenance = {**first.run.provenance, "sample_count": n, "shards": len(tables)}
+    for name in ("completeness_error", "metric_clean", "metric_ablated"):
+        values = [table.run.provenance.get(name) for table in tables]
+        if all(value is not None for value in values):
+            weighted = [v * t.run.n for v, t in zip(values, tables, strict=True)]
+            provenance[name] = sum(weighted) / n
+    run = replace(
+        first.run,
+        dataset_digest=digest(*digests) if len(tables) > 1 else digests[0],
+        n=n,
+        provenance=provenance,
+        seconds=sum(table.run.seconds for table in tables),
+    )
+    return EdgeTable(rows, run)
 
 
-class ScoreSum:
-    """Sums and sums of squares of per-example scores, float64 `[sender, receiver]`."""
+def _require_same(first: EdgeTable, table: EdgeTable) -> None:
+    same_policy = first.run.policy_digest == table.run.policy_digest
+    same_model = first.run.model.identity() == table.run.model.identity()
+    same_rows = first.rows.select(["edge", "status"]).equals(
+        table.rows.select(["edge", "status"])
+    )
+    if same_policy and same_model and same_rows and first.run.policy["grain"] == "site":
+        return
+    what = "policy" if not same_policy else "model" if not same_model else "rows"
+    raise ArgumentError(
+        "combine_mismatch",
+        f"the tables differ in their {what}: only tables of the same computation at grain "
+        "site, on other prompts, can be combined",
+        policies=[first.run.policy_digest, table.run.policy_digest],
+        differs=what,
+    )
 
-    def __init__(self, model: Backend):
-        self.model = model
-        shape = model.shape.edge_mask.shape
-        self.total = np.zeros(shape)
-        self.squares = np.zeros(shape)
-        self.n = 0
-        self.points = 0
-        self.groups = 0
-        self.unreachable: set[int] = set()
-        self.metric_clean: list[Tensor] = []
-        self.metric_ablated: list[Tensor] = []
 
-    def add_chunk(
-        self, rows: Rows, source: AblationSource, metric: Metric, method: Method
-    ) -> None:
-        """Score one chunk of examples and add it."""
-        gradients, difference, batch = self._gradients(rows, source, metric, method)
-        per_example = np.zeros((len(batch), *self.total.shape))
-        for group, scores in group_scores(self.model, gradients, difference):
-            self._check(scores, group, rows.start)
-            per_example[:, : scores.shape[1], group.columns] = scores.cpu().numpy()
-        self.total += per_example.sum(0)
-        self.squares += np.square(per_example).sum(0)
-        self.n += len(batch)
-        self.unreachable |= gradients.unreachable
+def _total(table: EdgeTable) -> np.ndarray:
+    return np.nan_to_num(table.scores) * table.run.n
 
-    def _gradients(self, rows: Rows, source, metric: Metric, method: Method):
-        """Run the chunk's points; return gradients and sender differences."""
-        model, batch = self.model, rows.clean
-        points = method.points()
-        gradients = GradientSum(model, metric)
-        clean = None
-        if metric.needs_clean or all(alpha != 1 for alpha, _ in points):
-            positions = batch.last if metric.positions == "last" else None
-            clean, logits = collect(model, batch, positions)
-            flat = logits.squeeze(1) if positions is not None else logits
-            batch = _with_clean(batch, flat)
-            self.metric_clean.append(metric(logits, batch))
-        if rows.ablated_logits is not None and rows.donors is not None:
-            donors = _with_clean(rows.donors, batch.clean_logits)
-            if isinstance(source.ablation, Patch):
-                self.metric_ablated.append(metric(rows.ablated_logits, donors))
-        for alpha, weight in points:
-            taps, collector = self._point(alpha, clean, rows)
-            values = gradients.add(batch, taps, weight)
-            if collector is not None:
-                clean = collector.values()
-                self.metric_clean.append(values)
-        assert clean is not None
-        self.points = len(points)
-        difference = _difference(rows.ablated, clean).masked(batch.mask)
-        return gradients, difference, batch
 
-    def _point(self, alpha: float, clean: SenderValues | None, rows: Rows):
-        """The taps of one point; a collector where the clean values are still needed."""
-        if alpha == 1:
-            collector = Collector(self.model) if clean is None else None
-            taps = [leaf_tap(self.model)]
-            return taps + (collector.taps() if collector else []), collector
-        assert clean is not None
-        start = clean.stream * alpha
-        if rows.ablated is not None:
-            start = start + rows.ablated.stream * (1 - alpha)
-        return [leaf_tap(self.model, start)], None
+def _squares(table: EdgeTable) -> np.ndarray:
+    n = table.run.n
+    mean = np.nan_to_num(table.scores)
+    stderr = table.rows["stderr"].to_numpy(zero_copy_only=False).astype(np.float64)
+    return np.nan_to_num(stderr) ** 2 * n * (n - 1) + n * mean**2
 
-    def _check(self, scores: Tensor, group: Group, start: int) -> None:
-        bad = (~torch.isfinite(scores)).nonzero()
-        if len(bad):
-            row, sender, column = bad[0].tolist()
-            shape = self.model.shape
-            receiver = shape.receivers[group.columns[column]]
-            edge = f"{shape.senders[sender].name}->{receiver.name}"
-            raise DataError(
-                "score_not_finite",
-                f"the score of {edge} on example {start + row} is not finite; check that "
-                "example, or run in float32",
-                row=start + row,
-                edge=edge,
-            )
 
-    def rows(self):
-        """EDGE rows: means, standard errors and statuses, in canonical order."""
-        senders, receivers = self.model.shape.edge_indices
-        mean = self.total[senders, receivers] / self.n
-        stderr = None
-        if self.n > 1:
-            squares = self.squares[senders, receivers]
-            variance = (squares - self.n * mean**2).clip(0) / (self.n - 1)
-            stderr = np.sqrt(variance / self.n)
-        missing = np.isin(receivers, list(self.unreachable))
-        status = np.where(missing, "unreachable", "ok")
-        return edge_rows(self.model.shape, mean, stderr, self.n, status)
+def scores_by_node(edges: EdgeTable) -> pa.Table:
+    """Node scores of senders: Σ of the scores of the edges that leave them.
 
-    def provenance(self, method: Method, size: int) -> dict[str, Any]:
-        """How it went: counts, batching, and the completeness error where it is known."""
-        shape = self.model.shape
-        groups = shape.n_layers * (3 + shape.has_mlp) + 1
-        found: dict[str, Any] = {
-            "sample_count": self.n,
-            "points": self.points,
-            "receiver_groups": groups,
-            "autograd_calls": self.points * (1 + groups),
-            "batch_size": size,
-            "excluded_counts": {"unreachable": len(self.unreachable)},
+    That is Δ(sender) · ∂M/∂(sender's output), the node attribution patching score, in
+    the metric's units. Returns columns component, kind, layer, head, score, in canonical
+    order; a component whose edges are all unreachable has a null score.
+    """
+    frame = edges.rows.select(["sender", "score"]).group_by("sender", use_threads=False)
+    found = frame.aggregate([("score", "sum")])
+    scores = dict(
+        zip(found["sender"].to_pylist(), found["score_sum"].to_pylist(), strict=True)
+    )
+    parts = [parse_component(name) for name in scores]
+    parts.sort(key=lambda part: part.order)
+    return pa.table(
+        {
+            "component": [part.name for part in parts],
+            "kind": [part.kind for part in parts],
+            "layer": pa.array([part.layer for part in parts], pa.int32()),
+            "head": pa.array([part.head for part in parts], pa.int32()),
+            "score": pa.array([scores[part.name] for part in parts], pa.float64()),
         }
-        if self.metric_clean and self.metric_ablated:
-            clean = torch.cat(self.metric_clean).double().mean()
-            ablated = torch.cat(self.metric_ablated).double().mean()
-            change = float(ablated - clean)
-            first_order = float(self.total[0].sum() / self.n)
-            found["completeness_error"] = first_order - change
-            found["metric_clean"], found["metric_ablated"] = (
-                float(clean),
-                float(ablated),
-            )
-        return found
+    )
 
 
-def _with_clean(batch: TokenBatch, logits: Tensor | None) -> TokenBatch:
-    return replace(batch, clean_logits=logits)
-
-
-def _difference(ablated: SenderValues | None, clean: SenderValues) -> SenderValues:
-    """Ablated − clean; None stands for zeros."""
-    if ablated is None:
-        return clean.map(torch.neg)
-    return ablated.minus(clean)
-
-
-def group_scores(
-    model: Backend, gradients: GradientSum, difference: SenderValues
-) -> Iterator[tuple[Group, Tensor]]:
-    """Per-example scores of each receiver group, `[example, sender, receiver]`."""
-    order = range(len(model.shape.senders))
-    senders = expand(model, difference, order)
-    for group in gradients.groups():
-        seen = senders[: int(model.shape.upstream[group.columns[0]])]
-        if group.positions is not None:
-            index = group.positions[None, ..., None]
-            index = index.expand(len(seen), -1, -1, seen.shape[-1])
-            seen = seen.gather(2, index)
-        left = seen.transpose(0, 1).flatten(2)
-        right = group.gradient.transpose(0, 1).flatten(2)
-        yield group, torch.bmm(left, right.transpose(1, 2))
+__all__ = [
+    "EAP",
+    "EAPIG",
+    "CleanCorrupted",
+    "ScoringInterrupted",
+    "combine",
+    "edge_scores",
+    "scores_by_node",
+]

@@ -459,4 +459,4 @@ def curve(
 def ladder(universe: int, steps: int = 10) -> list[int]:
     """About `steps` circuit sizes, evenly spaced in the logarithm, up to every edge."""
     first = max(1, universe // 1000)
-    return sorted({int(round(k)) for k in np.geomspace(first, universe, steps)})
+    return sorted({round(float(k)) for k in np.geomspace(first, universe, steps)})

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -64,14 +63,13 @@ class Norm:
         """
         if self.kind == "none":
             return weight
-        if self.weight is not None:
-            weight = weight * self.weight
+        folded = weight.clone() if self.weight is None else weight * self.weight
         if self.kind == "layer":
-            weight = weight - weight.mean(-1, keepdim=True)
-        return weight
+            folded.sub_(folded.mean(-1, keepdim=True))
+        return folded
 
     def constant_through(self, weight: Tensor) -> Tensor:
         """W·β: what the norm's bias adds to a projection's output."""
         if self.bias is None:
             return weight.new_zeros(weight.shape[:-1])
-        return torch.einsum("...d,d->...", weight, self.bias)
+        return weight @ self.bias

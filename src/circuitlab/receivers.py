@@ -12,7 +12,7 @@ and per point x̂ with one number per head, so that the map to d_model runs only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,9 @@ from circuitlab.errors import ArgumentError, ModelError
 from circuitlab.metrics import Metric
 from circuitlab.norms import Norm
 from circuitlab.sites import PORTS
+
+RECEIVERS_AT_ONCE = 128
+"""How many receivers one score product takes, where there are as many."""
 
 
 @dataclass
@@ -49,11 +52,15 @@ class Group:
 
 
 class GradientSum:
-    """Accumulates receiver gradients over the points of one chunk of examples."""
+    """Accumulates receiver gradients over the points of one chunk of examples.
 
-    def __init__(self, model: Backend, metric: Metric):
+    Positions before `start` are left out: no sender differs there.
+    """
+
+    def __init__(self, model: Backend, metric: Metric, start: int = 0):
         self.model = model
         self.metric = metric
+        self.start = start
         self.unreachable: set[int] = set()
         self._ports: dict[tuple[int, str], _PortSum] = {}
         self._mlps: dict[int, Tensor] = {}
@@ -76,7 +83,7 @@ class GradientSum:
         )
         values = self.metric(logits, batch)
         gradients = _backward(values, seen, logits)
-        self._positions = None if positions is None else positions[:, None]
+        self._positions = None if positions is None else positions[:, None] - self.start
         with torch.no_grad():
             self._take(seen, gradients, weight)
         return values.detach()
@@ -91,9 +98,10 @@ class GradientSum:
                     self._miss(layer, port)
                     continue
                 if statistics is None:
-                    statistics = norm.statistics(seen.stream[layer].detach())
-                out = seen.tensors[layer, port].detach()
-                self._take_port(layer, port, gradient * weight, out, norm, statistics)
+                    statistics = norm.statistics(self._late(seen.stream[layer]))
+                out = self._late(seen.tensors[layer, port])
+                gradient = self._late(gradient) * weight
+                self._take_port(layer, port, gradient, out, norm, statistics)
             if self.model.shape.has_mlp:
                 self._take_mlp(seen, layer, gradients.get((layer, "in")), weight)
         self._take_logits(seen, gradients.get("logits"), weight)
@@ -119,7 +127,8 @@ class GradientSum:
             self._miss(layer, "in")
             return
         norm = self.model.norm(layer, "mlp")
-        pulled = norm.pull(gradient * weight, seen.mlp_stream[layer].detach())
+        stream = self._late(seen.mlp_stream[layer])
+        pulled = norm.pull(self._late(gradient) * weight, stream)
         before = self._mlps.get(layer)
         self._mlps[layer] = pulled if before is None else before + pulled
 
@@ -127,44 +136,58 @@ class GradientSum:
         if gradient is None:
             self.unreachable.add(self.model.shape.receiver_index["logits"])
             return
-        stream = seen.final.detach()
+        stream, gradient = self._late(seen.final), self._late(gradient)
         if self._positions is not None:
             index = self._positions[..., None].expand(-1, -1, stream.shape[-1])
             stream, gradient = stream.gather(1, index), gradient.gather(1, index)
         pulled = self.model.final_norm().pull(gradient * weight, stream)
         self._logits = pulled if self._logits is None else self._logits + pulled
 
+    def _late(self, value: Tensor) -> Tensor:
+        return value.detach()[:, self.start :]
+
     def _miss(self, layer: int, port: str) -> None:
         self.unreachable.update(self.model.shape.columns(layer, port).tolist())
 
-    def groups(self):
-        """Yield a `Group` per layer's attention, MLP and the logits, in order."""
-        for layer in range(self.model.shape.n_layers):
-            attention = self._attention(layer)
-            if attention is not None:
-                yield attention
-            if layer in self._mlps:
-                columns = self.model.shape.columns(layer, "in")
-                yield Group(columns, self._mlps[layer][None])
+    def groups(self) -> Iterator[Group]:
+        """Yield the gradients at the receivers' pre-norm inputs, in order.
+
+        Several layers make one group: matrix products want many receivers at once.
+        """
+        shape = self.model.shape
+        per_layer = len(shape.columns(0, "q")) + 2 * shape.n_kv_heads + 1
+        step = max(1, RECEIVERS_AT_ONCE // per_layer)
+        for first in range(0, shape.n_layers, step):
+            layers = range(first, min(first + step, shape.n_layers))
+            parts = [part for layer in layers for part in self._parts(layer)]
+            if parts:
+                yield self._group(parts)
         if self._logits is not None:
-            columns = np.array([self.model.shape.receiver_index["logits"]])
+            columns = np.array([shape.receiver_index["logits"]])
             yield Group(columns, self._logits[None], self._positions)
 
-    def _attention(self, layer: int) -> Group | None:
-        ports = [port for port in PORTS if (layer, port) in self._ports]
-        if not ports:
-            return None
+    def _parts(self, layer: int) -> list[tuple[int, str]]:
+        ports = [(layer, port) for port in PORTS if (layer, port) in self._ports]
+        return [*ports, (layer, "in")] if layer in self._mlps else ports
+
+    def _group(self, parts: Sequence[tuple[int, str]]) -> Group:
         shape = self.model.shape
-        columns = np.concatenate([shape.columns(layer, port) for port in ports])
-        first = self._ports[layer, ports[0]].cotangent
-        assert first is not None
-        out = first.new_empty(len(columns), *first.shape[:2], shape.d_model)
+        own = [shape.columns(layer, port) for layer, port in parts]
+        columns = np.concatenate(own)
+        like = next(iter([*self._mlps.values(), *self._cotangents()]))
+        out = like.new_empty(len(columns), *like.shape[:2], shape.d_model)
         start = 0
-        for port in ports:
-            stop = start + len(shape.columns(layer, port))
-            self._pull_port(layer, port, out[start:stop])
+        for (layer, port), some in zip(parts, own, strict=True):
+            stop = start + len(some)
+            if port == "in":
+                out[start] = self._mlps[layer]
+            else:
+                self._pull_port(layer, port, out[start:stop])
             start = stop
         return Group(columns, out)
+
+    def _cotangents(self) -> list[Tensor]:
+        return [p.cotangent for p in self._ports.values() if p.cotangent is not None]
 
     def _pull_port(self, layer: int, port: str, out: Tensor) -> None:
         """Write the port's pre-norm gradients `[head, example, pos, d_model]`."""

@@ -7,7 +7,7 @@ corrupted and mean values are added and subtracted cheaply, before they are expa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -137,47 +137,44 @@ def collect(
     return collector.values(), logits
 
 
-def expand(model: Backend, values: SenderValues, rows: Sequence[int]) -> Tensor:
-    """Contributions of the senders `rows`, `[sender, example, pos, d_model]`.
-
-    `rows` are sender indices in canonical order (a range).
-    """
-    first, last = rows[0], rows[-1] + 1
-    out = values.stream.new_empty(last - first, *values.stream.shape)
-    for start, block in _blocks(model, values, first, last):
-        out[start - first : start - first + len(block)] = block
+def expand(model: Backend, values: SenderValues, first: int, stop: int) -> Tensor:
+    """Contributions of the senders `first` to `stop` − 1 (in canonical order),
+    `[sender, example, pos, d_model]`."""
+    shape = model.shape
+    out = values.stream.new_empty(stop - first, *values.stream.shape)
+    if first == 0:
+        out[0] = values.stream
+    for layer in range(shape.n_layers):
+        own = shape.rows(layer, "head")
+        low, high = max(int(own[0]), first), min(int(own[-1]) + 1, stop)
+        if low < high:
+            which = slice(low - int(own[0]), high - int(own[0]))
+            part = values.heads[layer][:, :, which]
+            head_writes(model, layer, part, which, out=out[low - first : high - first])
+        if shape.has_mlp:
+            row = int(shape.rows(layer, "mlp")[0])
+            if first <= row < stop:
+                out[row - first] = values.mlps[layer]
     return out
 
 
-def _blocks(model: Backend, values: SenderValues, first: int, last: int):
-    shape = model.shape
-    if first == 0:
-        yield 0, values.stream[None]
-    for layer in range(shape.n_layers):
-        at = shape.rows(layer, "head")
-        low, high = max(int(at[0]), first), min(int(at[-1]) + 1, last)
-        if low < high:
-            which = slice(low - int(at[0]), high - int(at[0]))
-            yield (
-                low,
-                head_writes(model, layer, values.heads[layer][:, :, which], which),
-            )
-        if shape.has_mlp:
-            own = int(shape.rows(layer, "mlp")[0])
-            if first <= own < last:
-                yield own, values.mlps[layer][None]
-
-
 def head_writes(
-    model: Backend, layer: int, heads: Tensor, which: slice | list[int] = slice(None)
+    model: Backend,
+    layer: int,
+    heads: Tensor,
+    which: slice | list[int] = slice(None),
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """What heads add to the stream: `[example, pos, head, d_head]` → `[head, example,
     pos, d_model]`. `which` says which of the layer's heads they are."""
     by_head = heads.permute(2, 0, 1, 3)
     if not model.shape.split_heads:
-        return by_head
+        return by_head if out is None else out.copy_(by_head)
     weight = model.output_projection(layer)[0][which]
-    return torch.bmm(by_head.flatten(1, 2), weight).unflatten(1, by_head.shape[1:3])
+    flat = None if out is None else out.flatten(1, 2)
+    written = torch.bmm(by_head.flatten(1, 2), weight, out=flat)
+    return written.unflatten(1, by_head.shape[1:3])
 
 
 def constant_writes(model: Backend, layer: int) -> Tensor | None:

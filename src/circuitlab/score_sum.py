@@ -1,0 +1,386 @@
+"""Sums of per-example edge scores over chunks of examples.
+
+Takes chunks with their ablated values, gives means, standard errors and statuses. A
+chunk's gradients come from `receivers.py`; here they meet the sender differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from circuitlab.ablations import AblationSource, Patch, Rows
+from circuitlab.backends import Backend, Site, Tap, TokenBatch
+from circuitlab.circuit_run import all_heads
+from circuitlab.errors import DataError
+from circuitlab.methods import Stage
+from circuitlab.metrics import Metric
+from circuitlab.prompts import Prompts
+from circuitlab.receivers import GradientSum, Group, leaf_tap
+from circuitlab.senders import Collector, SenderValues, collect, expand
+from circuitlab.sites import ModelShape
+from circuitlab.tables import edge_rows
+
+Grain = Literal["site", "position", "example"]
+
+
+@dataclass
+class ScoreSum:
+    """Sums and sums of squares of per-example scores, float64.
+
+    `[sender, receiver]`, or `[position, sender, receiver]` at grain `position`. At grain
+    `example` every example's matrix is kept.
+    """
+
+    model: Backend
+    grain: Grain = "site"
+    by_head: bool = False
+    sender_block: int | None = None
+    n: int = 0
+    points: int = 0
+    total: np.ndarray | None = None
+    squares: np.ndarray | None = None
+    examples: list[np.ndarray] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
+    metric_clean: list[Tensor] = field(default_factory=list)
+    metric_ablated: list[Tensor] = field(default_factory=list)
+
+    def add_chunk(
+        self, rows: Rows, source: AblationSource, metric: Metric, stages: list[Stage]
+    ) -> None:
+        """Score one chunk of examples and add it, whole or not at all."""
+        chunk = _Chunk(self.model, rows, source, metric)
+        found = self._empty(rows.clean)
+        for stage in stages:
+            gradients = chunk.gradients(stage)
+            for group, scores, first in self._scores(chunk, gradients, stage):
+                check_finite(self.model.shape, scores, group, rows.start, first)
+                block = found[..., first : first + scores.shape[-2], :]
+                block[..., group.columns] += scores.double().cpu().numpy()
+            everyone = range(len(self.model.shape.receivers))
+            self.reached.update(set(everyone) - gradients.unreachable)
+        found *= self.model.shape.edge_mask
+        self._add(tied(found, self.model.shape) if self.by_head else found)
+        self.points = sum(len(stage.points) for stage in stages)
+        self.metric_clean.append(chunk.metric_clean)
+        if isinstance(source.ablation, Patch):
+            self.metric_ablated.append(chunk.metric_ablated)
+
+    def _empty(self, batch: TokenBatch) -> np.ndarray:
+        matrix = self.model.shape.edge_mask.shape
+        if self.grain == "position":
+            return np.zeros((len(batch), batch.tokens.shape[1], *matrix))
+        return np.zeros((len(batch), *matrix))
+
+    def _add(self, found: np.ndarray) -> None:
+        total, squares = found.sum(0), np.square(found).sum(0)
+        if self.grain == "position":
+            total, squares = _padded(total, self.total), _padded(squares, self.squares)
+            self.total = _padded(self.total, total)
+            self.squares = _padded(self.squares, squares)
+        self.total = total if self.total is None else self.total + total
+        self.squares = squares if self.squares is None else self.squares + squares
+        if self.grain == "example":
+            self.examples += list(found)
+        self.n += len(found)
+
+    def _scores(
+        self, chunk: _Chunk, gradients: GradientSum, stage: Stage
+    ) -> Iterator[tuple[Group, Tensor, int]]:
+        """Scores of each receiver group, `[example, sender, receiver]` (with a position
+        axis second at that grain), and the first sender they start from.
+
+        Pairs that are no edge hold numbers without meaning.
+        """
+        upstream = self.model.shape.upstream
+        block = self.sender_block or stage.stop
+        for first in range(stage.first, stage.stop, block):
+            stop = min(first + block, stage.stop)
+            senders = expand(self.model, chunk.difference, first, stop)
+            for group in gradients.groups():
+                seen = senders[: max(0, int(upstream[group.columns].max()) - first)]
+                if len(seen) == 0:
+                    continue
+                if self.grain == "position":
+                    scores = _by_position(seen, group, chunk.start, chunk.length)
+                else:
+                    scores = _summed(seen, group)
+                yield group, scores, first
+
+    @property
+    def unreachable(self) -> list[int]:
+        """Receivers that no stage's gradients reached."""
+        everyone = range(len(self.model.shape.receivers))
+        return [i for i in everyone if i not in self.reached]
+
+    def rows(self) -> pa.Table:
+        """EDGE rows in canonical order, one per edge (and position or example)."""
+        assert self.total is not None and self.squares is not None
+        shape = self.model.shape
+        senders, receivers = shape.edge_indices
+        missing = np.isin(receivers, self.unreachable)
+        status = np.where(missing, "unreachable", "ok")
+        if self.grain == "example":
+            tables = [
+                edge_rows(shape, one[senders, receivers], None, 1, status)
+                for one in self.examples
+            ]
+            return _stacked(tables, "sample_id", list(map(str, range(self.n))))
+        if self.grain == "position":
+            pairs = zip(self.total, self.squares, strict=True)
+            tables = [self._table(total, squares, status) for total, squares in pairs]
+            return _stacked(tables, "position", list(range(len(tables))))
+        return self._table(self.total, self.squares, status)
+
+    def _table(self, total: np.ndarray, squares: np.ndarray, status) -> pa.Table:
+        senders, receivers = self.model.shape.edge_indices
+        mean, stderr = moments(
+            total[senders, receivers], squares[senders, receivers], self.n
+        )
+        return edge_rows(self.model.shape, mean, stderr, self.n, status)
+
+    def provenance(self) -> dict[str, Any]:
+        """How it went: counts, and the completeness error where it is known.
+
+        `completeness_error` is Σ scores out of the input − (M(corrupted) − M(clean)):
+        what integrating the gradient leaves over, in the metric's units.
+        """
+        assert self.total is not None
+        shape = self.model.shape
+        groups = shape.n_layers * (3 + shape.has_mlp) + 1
+        found: dict[str, Any] = {
+            "sample_count": self.n,
+            "points": self.points,
+            "receiver_groups": groups,
+            "autograd_calls": self.points * (1 + groups),
+            "excluded_counts": {"unreachable": len(self.unreachable)},
+            "metric_clean": float(torch.cat(self.metric_clean).double().mean()),
+        }
+        if self.metric_ablated and not self.by_head:
+            ablated = float(torch.cat(self.metric_ablated).double().mean())
+            out_of_input = float(self.total[..., 0, :].sum() / self.n)
+            found["metric_ablated"] = ablated
+            found["completeness_error"] = out_of_input - (
+                ablated - found["metric_clean"]
+            )
+        return found
+
+
+def moments(
+    total: np.ndarray, squares: np.ndarray, n: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Mean and standard error from sums; no standard error for n = 1."""
+    mean = total / n
+    if n == 1:
+        return mean, None
+    variance = (squares - n * mean**2).clip(0) / (n - 1)
+    return mean, np.sqrt(variance / n)
+
+
+def tied(scores: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """Give every port of a head (or KV group) the sum over its ports."""
+    out = scores.copy()
+    per_group = shape.n_heads // shape.n_kv_heads
+    for layer in range(shape.n_layers):
+        ports = [shape.columns(layer, port) for port in "qkv"]
+        for group in range(shape.n_kv_heads):
+            queries = ports[0][group * per_group : (group + 1) * per_group]
+            columns = np.array([*queries, ports[1][group], ports[2][group]])
+            out[..., columns] = scores[..., columns].sum(-1, keepdims=True)
+    return out
+
+
+def check_finite(
+    shape: ModelShape, scores: Tensor, group: Group, start: int, first: int
+) -> None:
+    """Raise DataError `score_not_finite` naming the example and the edge."""
+    if bool(torch.isfinite(scores).all()):
+        return
+    bad = (~torch.isfinite(scores)).nonzero()[0].tolist()
+    row, sender, column = bad[0], bad[-2] + first, bad[-1]
+    receiver = shape.receivers[int(group.columns[column])]
+    edge = f"{shape.senders[sender].name}->{receiver.name}"
+    raise DataError(
+        "score_not_finite",
+        f"the score of {edge} on example {start + row} is not finite; check that "
+        "example, or run in float32",
+        row=start + row,
+        edge=edge,
+    )
+
+
+def _summed(seen: Tensor, group: Group) -> Tensor:
+    if group.positions is not None:
+        index = group.positions[None, ..., None]
+        seen = seen.gather(2, index.expand(len(seen), -1, -1, seen.shape[-1]))
+    left = seen.transpose(0, 1).flatten(2)
+    right = group.gradient.transpose(0, 1).flatten(2)
+    return torch.bmm(left, right.transpose(1, 2))
+
+
+def _by_position(seen: Tensor, group: Group, start: int, length: int) -> Tensor:
+    """`[example, position, sender, receiver]`; zero before `start`."""
+    examples = seen.shape[1]
+    out = seen.new_zeros(examples, length, len(seen), len(group.columns))
+    if group.positions is None:
+        left, right = seen.permute(1, 2, 0, 3), group.gradient.permute(1, 2, 3, 0)
+        out[:, start:] = left @ right
+        return out
+    index = group.positions[None, ..., None]
+    picked = seen.gather(2, index.expand(len(seen), -1, -1, seen.shape[-1]))
+    scores = picked.permute(1, 2, 0, 3) @ group.gradient.permute(1, 2, 3, 0)
+    rows = torch.arange(examples, device=seen.device)[:, None]
+    out[rows, group.positions + start] = scores
+    return out
+
+
+def _padded(value: np.ndarray | None, like: np.ndarray | None) -> Any:
+    if value is None or like is None or len(value) >= len(like):
+        return value
+    return np.concatenate([value, np.zeros((len(like) - len(value), *value.shape[1:]))])
+
+
+def _stacked(tables: list[pa.Table], column: str, values: list) -> pa.Table:
+    whole = []
+    for table, value in zip(tables, values, strict=True):
+        at = table.schema.get_field_index(column)
+        kind = table.schema.field(at).type
+        whole.append(
+            table.set_column(at, column, pa.array([value] * table.num_rows, kind))
+        )
+    return pa.concat_tables(whole)
+
+
+def chunk_size(model: Backend, prompts: Prompts, memory_budget: int) -> int:
+    """Examples per chunk, so that differences and gradients fit the budget (bytes)."""
+    row, rest = _row_bytes(model, prompts)
+    one = (len(model.shape.senders) + rest) * row
+    return max(1, min(len(prompts), memory_budget // one))
+
+
+def sender_block(model: Backend, prompts: Prompts, memory_budget: int) -> int:
+    """Senders expanded at once: all of them, unless one example alone is too large."""
+    row, rest = _row_bytes(model, prompts)
+    return min(len(model.shape.senders), max(1, memory_budget // row - rest))
+
+
+def _row_bytes(model: Backend, prompts: Prompts) -> tuple[int, int]:
+    """Bytes of one `[pos, d_model]`, and how many of them gradients take."""
+    item = torch.finfo(model.dtype).bits // 8
+    length = max(len(row) for row in prompts.clean)
+    rest = 3 * model.shape.n_heads + 8 * model.shape.n_layers + 128
+    return model.shape.d_model * length * item, rest
+
+
+class _Chunk:
+    """One chunk's clean and ablated values, and the gradients of any stage."""
+
+    def __init__(
+        self, model: Backend, rows: Rows, source: AblationSource, metric: Metric
+    ):
+        self.model = model
+        self.rows = rows
+        self.metric = metric
+        self.batch = rows.clean
+        self.start = first_difference(rows)
+        self.length = rows.clean.tokens.shape[1]
+        self._clean: SenderValues | None = None
+        self._metric_clean: Tensor | None = None
+        if metric.needs_clean:
+            self._run_clean()
+
+    def gradients(self, stage: Stage) -> GradientSum:
+        """Receiver gradients summed over the stage's points."""
+        found = GradientSum(self.model, self.metric, self.start)
+        for alpha, weight in stage.points:
+            collector = None
+            if alpha == 1 and stage.kind == "input" and self._clean is None:
+                collector = Collector(self.model)
+            taps = self._taps(stage, alpha)
+            taps += collector.taps() if collector else []
+            values = found.add(self.batch, taps, weight)
+            if collector:
+                self._clean, self._metric_clean = collector.values(), values
+        return found
+
+    def _taps(self, stage: Stage, alpha: float) -> list[Tap]:
+        if alpha == 1 and stage.kind == "input":
+            return [leaf_tap(self.model)]
+        clean, ablated = self.clean, self.rows.ablated
+        if stage.kind == "input":
+            start = _mixed(clean.stream, ablated and ablated.stream, alpha)
+            return [leaf_tap(self.model, start)]
+        layer = stage.layer
+        assert layer is not None
+        if stage.kind == "mlp":
+            value = _mixed(clean.mlps[layer], ablated and ablated.mlps[layer], alpha)
+            site = self.model.layers[layer].mlp_out
+        else:
+            heads = _mixed(clean.heads[layer], ablated and ablated.heads[layer], alpha)
+            value = all_heads(self.model, layer, heads)
+            post = self.model.layers[layer].attention_post
+            site = Site(post) if post else self.model.layers[layer].attention_out
+        assert site is not None
+        value = value / self.model.mlp_scale(layer)
+        return [leaf_tap(self.model), Tap(site, lambda _: value)]
+
+    @property
+    def clean(self) -> SenderValues:
+        """Sender values of the clean run."""
+        if self._clean is None:
+            self._run_clean()
+        assert self._clean is not None
+        return self._clean
+
+    def _run_clean(self) -> None:
+        last = self.metric.positions == "last"
+        positions = self.batch.last if last else None
+        self._clean, logits = collect(self.model, self.batch, positions)
+        kept = logits.squeeze(1) if last else logits
+        self.batch = replace(self.batch, clean_logits=kept)
+        self._metric_clean = self.metric(logits, self.batch)
+
+    @property
+    def metric_clean(self) -> Tensor:
+        """The metric of the clean run, per example."""
+        _ = self.clean
+        assert self._metric_clean is not None
+        return self._metric_clean
+
+    @property
+    def metric_ablated(self) -> Tensor:
+        """The metric of the donors' run, per example."""
+        assert self.rows.donors is not None and self.rows.ablated_logits is not None
+        donors = replace(self.rows.donors, clean_logits=self.batch.clean_logits)
+        return self.metric(self.rows.ablated_logits, donors)
+
+    @property
+    def difference(self) -> SenderValues:
+        """Ablated − clean at every real token from `start` on."""
+        ablated = self.rows.ablated
+        found = (
+            self.clean.map(torch.neg) if ablated is None else ablated.minus(self.clean)
+        )
+        return found.masked(self.batch.mask).map(lambda value: value[:, self.start :])
+
+
+def _mixed(clean: Tensor, ablated: Tensor | None, alpha: float) -> Tensor:
+    """ablated + α(clean − ablated); None stands for zeros."""
+    mixed = clean * alpha
+    return mixed if ablated is None else mixed + ablated * (1 - alpha)
+
+
+def first_difference(rows: Rows) -> int:
+    """The first position where any example's donor differs: before it, a causal model's
+    clean and donor runs are the same, and nothing needs to be scored."""
+    if rows.donors is None or rows.donors.tokens.shape != rows.clean.tokens.shape:
+        return 0
+    differs = (rows.donors.tokens != rows.clean.tokens).any(0).nonzero()
+    latest = int(rows.clean.last.min())
+    return min(int(differs[0]), latest) if len(differs) else latest
