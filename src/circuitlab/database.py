@@ -200,6 +200,17 @@ class Database:
         finally:
             lock.release()
 
+    @contextlib.contextmanager
+    def unfolded(self) -> Iterator[None]:
+        """As `exclusive`, but only as far as this process may lock at all."""
+        lock = self._lock()
+        with contextlib.suppress(OSError, filelock.Timeout):
+            lock.acquire(timeout=self.wait, poll_interval=0.01)
+        try:
+            yield
+        finally:
+            lock.release()
+
     def _lock(self) -> filelock.BaseFileLock:
         return filelock.FileLock(self.lock_path)
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from circuitlab.errors import StoreError
 
@@ -81,6 +81,7 @@ class LocalFolder:
     """A folder on a disk of this machine, or one that it mounts."""
 
     root: Path
+    slow: ClassVar[bool] = False
 
     @property
     def url(self) -> str:
@@ -205,6 +206,7 @@ class RemoteFolder:
     fs: Any = field(repr=False)
     root: str
     protocol: str
+    slow: ClassVar[bool] = True
 
     @staticmethod
     def of(url: str) -> RemoteFolder:

@@ -109,13 +109,17 @@ def rows_sql(table: str) -> str:
 def fold_spool(
     con: duckdb.DuckDBPyConnection, spool: Spool, budget: float | None, journal: Path
 ) -> Folded:
-    """Fold parts until the budget (seconds) is used up, then events.
+    """Fold events, then parts until the budget (seconds) is used up.
 
     A damaged part stays where it is, for `store repair`; the others go on. The head of
     each folded run is added to the journal.
     """
     started = time.monotonic()
     parts, said = spool.entries()
+    # What was said comes first: a run may have been deleted, and then saved again.
+    fold_events(con, spool.events(said))
+    for name in said:
+        spool.folder.drop(name)
     known = {
         "run": _column(con, "select run_id from run"),
         "dataset": _column(con, "select dataset_digest from dataset"),
@@ -136,9 +140,6 @@ def fold_spool(
             damaged.append(name)
             continue
         runs += part.kind == "run"
-        spool.folder.drop(name)
-    fold_events(con, spool.events(said))
-    for name in said:
         spool.folder.drop(name)
     left = spool.entries()[0]
     return Folded(runs, len(left), tuple(damaged))

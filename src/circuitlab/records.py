@@ -80,6 +80,9 @@ def record_of(thing: Any) -> Record:
     """
     if isinstance(thing, Record):
         return thing
+    if hasattr(thing, "portable"):
+        # A read table refuses here if it bears tensors; EDGE rows become an edge table.
+        thing = thing.portable()
     made = type(thing)
     where = f"{made.__module__}:{made.__qualname__}"
     if hasattr(thing, "to_record"):

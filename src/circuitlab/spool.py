@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +33,12 @@ PREFIX = {"run": "run_id", "dataset": "dataset_digest"}
 
 
 class Folder(Protocol):
-    """Where parts lie: a local folder, or a prefix on object storage."""
+    """Where parts lie: a local folder, or a prefix on object storage.
+
+    `slow` says that reading goes over a network, and that entries never change.
+    """
+
+    slow: ClassVar[bool]
 
     @property
     def url(self) -> str: ...
@@ -296,7 +301,10 @@ def to_parquet(table: pa.Table, name: str) -> bytes:
 
 @dataclass
 class Spool:
-    """The parts and events of one folder. Parts never change, so heads are kept."""
+    """The parts and events of one folder.
+
+    Where reading is slow, heads and events are kept once read: there they never change.
+    """
 
     folder: Folder
     heads: dict[str, Part] = field(default_factory=dict, repr=False)
@@ -318,25 +326,29 @@ class Spool:
         return sorted(parts), sorted(events)
 
     def parts(self, names: Iterable[str] | None = None) -> list[Part]:
-        """The parts. Raises StoreError `store_part_corrupt` or `store_newer`."""
+        """The parts, but for those that are gone by now.
+
+        Raises StoreError `store_part_corrupt` or `store_newer`.
+        """
         names = self.entries()[0] if names is None else list(names)
-        unknown = [f"{name}/{HEAD}" for name in names if name not in self.heads]
+        found = {name: self.heads[name] for name in names if name in self.heads}
+        unknown = {f"{name}/{HEAD}": name for name in names if name not in found}
         for path, data in self.folder.read(unknown).items():
-            name = path.partition("/")[0]
-            self.heads[name] = self._part(name, data)
-        for name in self.heads.keys() - set(names):
-            del self.heads[name]
-        return [self.heads[name] for name in names if name in self.heads]
+            found[unknown[path]] = self._part(unknown[path], data)
+        if self.folder.slow:
+            self.heads |= found
+        return [found[name] for name in names if name in found]
 
     def events(self, names: Iterable[str] | None = None) -> list[Event]:
-        """The events, oldest first."""
+        """The events, oldest first, but for those that are gone by now."""
         names = self.entries()[1] if names is None else list(names)
-        unknown = [name for name in names if name not in self.said]
+        found = {name: self.said[name] for name in names if name in self.said}
+        unknown = [name for name in names if name not in found]
         for name, data in self.folder.read(unknown).items():
-            self.said[name] = self._event(name, data)
-        for name in self.said.keys() - set(names):
-            del self.said[name]
-        return [self.said[name] for name in names if name in self.said]
+            found[name] = self._event(name, data)
+        if self.folder.slow:
+            self.said |= found
+        return [found[name] for name in names if name in found]
 
     def _part(self, name: str, data: bytes) -> Part:
         try:

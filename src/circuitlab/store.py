@@ -22,7 +22,7 @@ from circuitlab.database import Database, Held
 from circuitlab.errors import ArgumentError, StoreError
 from circuitlab.folders import LocalFolder, RemoteFolder
 from circuitlab.folding import Folded, fold_spool
-from circuitlab.migrations import migrate, migrations, views
+from circuitlab.migrations import Migration, migrate, migrations, views
 from circuitlab.overlay import lay_over
 from circuitlab.queries import named_query, run_query
 from circuitlab.records import (
@@ -61,15 +61,21 @@ class Store:
     `$CIRCUITLAB_STORE`, else `./store/circuitlab.duckdb`. A URL such as
     `s3://bucket/prefix` is a remote store: the same files, read through fsspec. Nothing
     is created before the first save. `wait` is how many seconds to wait for other
-    processes before giving up.
+    processes before giving up; `steps` replaces the migrations (in tests).
 
     No connection is held between calls, so a Store can be kept for as long as you like
     and be used by several threads.
     """
 
-    def __init__(self, path: str | Path | None = None, *, wait: float = 30.0):
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        wait: float = 30.0,
+        steps: tuple[Migration, ...] | None = None,
+    ):
         where = os.fspath(path or os.environ.get("CIRCUITLAB_STORE") or f"store/{FILE}")
-        self._steps = migrations()
+        self._steps = migrations() if steps is None else steps
         self._saved = False
         self._probed = False
         self.database: Database | None = None
@@ -175,18 +181,28 @@ class Store:
         Keep it short: while it is open, nobody folds. Raises StoreError
         `store_missing`, and what `sql` raises.
         """
-        parts, said = self.spool.entries()
-        there = self.database is not None and self.database.exists()
-        if not (there or parts or said):
-            raise StoreError(
-                "store_missing",
-                f"there is no store at {self.path} yet; the first save makes it",
-                path=self.path,
-            )
-        with self._base(there) as con:
+        with contextlib.ExitStack() as stack:
+            # Listed before the database is opened: whatever is folded in between is
+            # found in both, and counts once.
+            there = self._has_database()
+            parts, said = self.spool.entries()
+            if parts and not there and self.database is not None:
+                # With no database to open, the lock is what keeps folders out.
+                stack.enter_context(self.database.unfolded())
+                there = self._has_database()
+                if there:
+                    stack.close()
+                parts, said = self.spool.entries()
+            if not (there or parts or said):
+                raise StoreError(
+                    "store_missing",
+                    f"there is no store at {self.path} yet; the first save makes it",
+                    path=self.path,
+                )
+            con = stack.enter_context(self._base(there))
             found = self.spool.parts(parts)
-            for part in found:
-                if isinstance(part.folder, LocalFolder):
+            if not self.spool.folder.slow:
+                for part in found:
                     part.check_sizes()
             lay_over(con, views(self._steps), found, self.spool.events(said))
             yield con
@@ -344,6 +360,9 @@ class Store:
         return report
 
     # --- inside ---
+
+    def _has_database(self) -> bool:
+        return self.database is not None and self.database.exists()
 
     def _chosen(self, run_ids: Iterable[str] | None) -> list[str]:
         with self.connect() as con:
