@@ -585,6 +585,9 @@ def test_json_that_was_changed_is_refused():
     changed = {**values, "edges": ["input->m1"]}
     assert code_of(lambda: Circuit.from_json(changed)) == "circuit_digest_mismatch"
     assert code_of(lambda: Circuit.from_json({"edges": []})) == "circuit_json_invalid"
+    for key in ("shape", "run", "edges", "provenance"):
+        broken = {**values, key: 3}
+        assert code_of(lambda b=broken: Circuit.from_json(b)) == "circuit_json_invalid"
     newer = {**values, "schema": "circuitlab_circuit_v9"}
     assert code_of(lambda: Circuit.from_json(newer)) == "circuit_json_invalid"
 

@@ -286,13 +286,28 @@ def test_dot_of_other_hands_is_read():
     assert found.edges["m0->a1.h0<q>"].score == 0.5
 
 
+NO_HEADS = json.dumps(
+    {
+        "cfg": {"n_layers": 1, "n_heads": 0, "d_model": 4, "parallel_attn_mlp": False},
+        "nodes": {},
+        "edges": {},
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("read", "text", "code"),
     [
         (read_json, "{", "interchange_invalid"),
         (read_json, "[]", "interchange_invalid"),
         (read_json, '{"schema": "x"}', "circuit_json_invalid"),
+        (read_json, '{"schema": "circuitlab_interchange_v1"}', "interchange_invalid"),
         (read_eapig, '{"cfg": {}}', "interchange_invalid"),
+        (
+            read_eapig,
+            NO_HEADS,
+            "interchange_invalid",
+        ),
         (read_eapig, '{"cfg": {}, "nodes": {}, "edges": {}}', "interchange_invalid"),
         (read_csv, "a,b\n1,2\n", "interchange_invalid"),
         (read_csv, "", "interchange_invalid"),

@@ -186,10 +186,17 @@ class Circuit:
                 value=sorted(values),
                 expected=wanted,
             )
-        shape = ModelShape(**values["shape"]) if values["shape"] else None
-        run = Run.from_json(values["run"]) if values["run"] else None
-        edges = frozenset(values["edges"])
-        found = Circuit(edges, shape, run, values["provenance"], values["name"])
+        try:
+            shape = ModelShape(**values["shape"]) if values["shape"] else None
+            run = Run.from_json(values["run"]) if values["run"] else None
+            edges, provenance = frozenset(values["edges"]), dict(values["provenance"])
+            found = Circuit(edges, shape, run, provenance, str(values["name"]))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise DataError(
+                "circuit_json_invalid",
+                f"a part of the circuit's JSON is not what it should be: {error!r}",
+                value=repr(error),
+            ) from error
         if found.id != values["id"]:
             raise DataError(
                 "circuit_digest_mismatch",

@@ -145,22 +145,15 @@ def read_eapig(text: str, shape: ModelShape | None = None) -> Imported:
     for key in ("cfg", "nodes", "edges"):
         if not isinstance(values.get(key), dict):
             raise invalid(f"EAP-IG's JSON has an object {key!r}", sorted(values))
-    wide = _eapig_shape(values["cfg"])
-    kept, scores = [], {}
-    for name, facts in values["edges"].items():
-        if not isinstance(facts, dict) or not isinstance(facts.get("in_graph"), bool):
-            raise invalid(f"edge {name!r} has no in_graph", facts)
-        kept += [name] if facts["in_graph"] else []
-        if isinstance(facts.get("score"), int | float):
-            scores[name] = float(facts["score"])
     ours = values.get("circuitlab", {})
-    found = Circuit(
-        frozenset(kept), wide, None, {"format": "eap-ig"}, ours.get("name", "")
-    )
+    if not isinstance(ours, dict):
+        raise invalid("the key circuitlab is not an object", ours)
+    wide = _eapig_shape(values["cfg"])
+    kept, scores = _members_and_scores(values["edges"])
+    provenance = {"format": "eap-ig"}
+    found = Circuit(kept, wide, None, provenance, str(ours.get("name", "")))
     if ours.get("shape"):
-        found = replace(
-            found, edges=frozenset(ours["edges"]), shape=ModelShape(**ours["shape"])
-        )
+        found = _ours(found, ours)
     elif shape is not None and shape.n_kv_heads != shape.n_heads:
         found = group_circuit(found, shape)
     elif shape is not None:
@@ -174,11 +167,35 @@ def read_eapig(text: str, shape: ModelShape | None = None) -> Imported:
     return Imported(found, table_of(rows, wide, text))
 
 
+def _members_and_scores(
+    edges: Mapping[str, Any],
+) -> tuple[frozenset[str], dict[str, float]]:
+    kept, scores = set(), {}
+    for name, facts in edges.items():
+        if not isinstance(facts, dict) or not isinstance(facts.get("in_graph"), bool):
+            raise invalid(f"edge {name!r} has no in_graph", facts)
+        if facts["in_graph"]:
+            kept.add(name)
+        if isinstance(facts.get("score"), int | float):
+            scores[name] = float(facts["score"])
+    return frozenset(kept), scores
+
+
+def _ours(found: Circuit, ours: Mapping[str, Any]) -> Circuit:
+    """The circuit in the names it had before it was written in EAP-IG's."""
+    try:
+        shape, edges = ModelShape(**ours["shape"]), frozenset(ours["edges"])
+    except (KeyError, TypeError) as error:
+        raise invalid("the key circuitlab is not whole", repr(error)) from error
+    return replace(found, edges=edges, shape=shape)
+
+
 def _eapig_shape(config: Mapping[str, Any]) -> ModelShape:
     try:
         layers, heads = int(config["n_layers"]), int(config["n_heads"])
         width, parallel = int(config["d_model"]), bool(config["parallel_attn_mlp"])
-    except (KeyError, TypeError, ValueError):
+        per_head = width // heads
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         expected = "n_layers, n_heads, d_model and parallel_attn_mlp"
         raise invalid(f"EAP-IG's cfg holds {expected}", dict(config)) from None
-    return ModelShape(layers, heads, heads, width, width // heads, 0, parallel)
+    return ModelShape(layers, heads, heads, width, per_head, 0, parallel)

@@ -59,6 +59,8 @@ def read_json(text: str, shape: ModelShape | None = None) -> Imported:
     values = json_object(text)
     if values.get("schema") != SCHEMA:
         return Imported(_with_shape(Circuit.from_json(values), shape))
+    if not isinstance(values.get("circuit"), dict):
+        raise invalid("the JSON has no circuit", sorted(values))
     circuit = _with_shape(Circuit.from_json(values["circuit"]), shape)
     if "edges" not in values:
         return Imported(circuit)
