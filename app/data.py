@@ -70,7 +70,7 @@ def curves(path: str, stamp: str) -> pd.DataFrame:
     """Evaluations with the run whose scores chose the circuits (`scores`), by size."""
     query = """
         select coalesce(c.parent, r.parent) as scores, r.parent, r.run_id as eval_run,
-            r.model, r.task, r.dataset_digest, r.metric, r.saved_at, e.*
+            r.model, r.task, r.dataset_digest, r.saved_at, e.*
                 exclude (run_id, more)
         from v_eval e
         join v_run r on r.run_id = e.run_id
@@ -164,6 +164,12 @@ def exact_effect(path: str, stamp: str, edge: str, run_id: str) -> float | None:
     """
     found = sql(path, stamp, query, (run_id, edge))
     return None if found.empty else float(found["score"][0])
+
+
+@st.cache_data(show_spinner=False, max_entries=8)
+def act_rows(path: str, stamp: str, run_id: str) -> pd.DataFrame:
+    """A run's ACT rows."""
+    return sql(path, stamp, "select * from v_act where run_id = ?", (run_id,))
 
 
 @st.cache_data(show_spinner=False, max_entries=16)

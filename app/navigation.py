@@ -18,11 +18,14 @@ PAGES = (
 
 
 def navigation() -> Page:
-    """Declare the pages; returns the one that the URL names."""
+    """Declare the pages; returns the one that the URL names.
+
+    They have no icons here: the browser would fetch them from outside as favicons.
+    """
     st.session_state["declared"] = True
     pages = [
-        st.Page(f"pages/{name}.py", title=title, icon=icon, default=name == "runs")
-        for name, title, icon in PAGES
+        st.Page(f"pages/{name}.py", title=title, default=name == "runs")
+        for name, title, _ in PAGES
     ]
     return st.navigation(pages, position="top")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import data
 import pandas as pd
 import streamlit as st
-from navigation import declare_once
+from charts import tokens_html
+from navigation import PAGES, declare_once
 from view import View
 
 from circuitlab.errors import CircuitlabError
@@ -114,6 +117,51 @@ def pick_run(
     return rows.loc[chosen]
 
 
+def run_choice(runs: pd.DataFrame, label: str, key: str) -> str:
+    """Choose any run; the choice lives in the URL. Returns the run id."""
+    ids = runs["run_id"].head(500).tolist()
+    rows = runs.set_index("run_id")
+    rows["run_id"] = rows.index
+    wanted = st.query_params.get(key, "")
+    index = ids.index(wanted) if wanted in ids else 0
+
+    def moved() -> None:
+        st.query_params[key] = st.session_state[f"w-{key}"]
+
+    return st.selectbox(
+        plain(label),
+        ids,
+        index,
+        key=f"w-{key}",
+        on_change=moved,
+        format_func=lambda i: describe(rows.loc[i]),
+    )
+
+
+def pick_runs(runs: pd.DataFrame, kinds: tuple[str, ...]) -> list[str]:
+    """Choose several runs of these kinds; the choice lives in the URL (`runs`)."""
+    found = runs[runs["kind"].isin(kinds)] if len(runs) else runs
+    if found.empty:
+        nothing_yet(data.store_path())
+        st.stop()
+    rows = found.set_index("run_id", drop=False)
+    wanted = [i for i in st.query_params.get("runs", "").split(",") if i in rows.index]
+    ids = list(dict.fromkeys([*wanted, *found["run_id"].head(500)]))
+    st.session_state["pick-runs"] = wanted or ids[:2]
+
+    def moved() -> None:
+        st.query_params["runs"] = ",".join(st.session_state["pick-runs"])
+
+    return st.multiselect(
+        "Runs",
+        ids,
+        key="pick-runs",
+        on_change=moved,
+        max_selections=6,
+        format_func=lambda i: describe(rows.loc[i]),
+    )
+
+
 UNBOUND = ("run", "k", "hide", "pins", "groups", "sel", "through")
 """The parts of a view that no widget binds to the URL."""
 
@@ -135,3 +183,61 @@ def sequence(key: str) -> int:
         return int(json.loads(said).get("seq", 0))
     except (ValueError, TypeError, AttributeError):
         return 0
+
+
+def link(page: str, label: str, view: View) -> None:
+    """A link to another page, with the view in its address."""
+    icons = {name: icon for name, _, icon in PAGES}
+    st.page_link(
+        f"pages/{page}.py", label=label, icon=icons[page], query_params=view.params()
+    )
+
+
+def go_to_scores(curves: pd.DataFrame) -> None:
+    """Follow an evaluation in the URL to the run it evaluates."""
+    own = curves[curves["eval_run"] == st.query_params["run"]]
+    scores = own["scores"].dropna()
+    if len(scores):
+        st.query_params["run"] = scores.iloc[0]
+        st.rerun()
+
+
+def prompt_table(prompts: Sequence[Mapping[str, Any]], found: pd.DataFrame) -> None:
+    """Prompts as tokens, one a row, with what the circuit keeps of each."""
+    rows = []
+    for number in found.itertuples():
+        if number.prompt >= len(prompts):
+            continue
+        prompt = prompts[number.prompt]
+        clean = prompt["clean_token_texts"] or [prompt["clean"] or ""]
+        other = prompt["corrupted_token_texts"] or []
+        kept = None if pd.isna(number.kept) else float(number.kept)
+        tint = [
+            kept if i < len(other) and other[i] != t else None
+            for i, t in enumerate(clean)
+        ]
+        share = "–" if kept is None else f"{kept:.0%}"
+        answers = ", ".join(prompt["answer_texts"] or [])
+        rows.append(
+            f"<tr><td class='n'>{number.prompt}</td>"
+            f"<td>{tokens_html(clean, other, tint)}</td>"
+            f"<td>{html.escape(answers)}</td><td class='n'>{number.metric:.3f}</td>"
+            f"<td class='n'>{number.metric_full:.3f}</td>"
+            f"<td class='n'>{number.metric_ablated:.3f}</td><td class='n'>{share}</td></tr>"
+        )
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("", "prompt", "answer", "circuit", "full", "ablated", "kept")
+    )
+    st.html(
+        f"{TABLE_STYLE}<table class='cl'><tr>{head}</tr>{''.join(rows[:200])}</table>"
+    )
+
+
+TABLE_STYLE = """<style>
+table.cl { border-collapse: collapse; width: 100%; font-size: 14px; }
+table.cl th { text-align: left; font-weight: 500; opacity: 0.65; }
+table.cl td, table.cl th { padding: 5px 10px; border-bottom: 1px solid rgba(128,128,128,0.22); }
+table.cl td.n { text-align: right; font-variant-numeric: tabular-nums; }
+table.cl small { opacity: 0.6; }
+</style>"""

@@ -73,6 +73,13 @@ function colour(value, palette) {
   return value === null ? palette.plain : value >= 0 ? palette.helps : palette.hurts;
 }
 
+/** Which way a line is drawn: 1 an arrow, −1 a bar, 0 plain. A comparison's first run
+ * is drawn as an arrow, its second as a bar, and what both have plain. */
+function signOf(line) {
+  if (line.side !== undefined) return [1, 0, -1][line.side];
+  return line.v === null ? 0 : line.v >= 0 ? 1 : -1;
+}
+
 /** Edges as SVG text, the strongest on top, each line's end told by its sign. */
 function edgesText(lines, most, palette, faded) {
   const parts = [], arrows = [[], [], []], bars = [[], [], []];
@@ -82,12 +89,12 @@ function edgesText(lines, most, palette, faded) {
     const away = faded && faded(line);
     const opacity = away ? 0.07 : short(0.4 + 0.5 * s);
     const dash = DASH[line.port] ? ` stroke-dasharray="${DASH[line.port]}"` : "";
-    parts.push(`<path data-i="${line.i}" d="${line.curve.d}" stroke="${colour(line.v, palette)}" stroke-width="${width}" stroke-opacity="${opacity}"${dash}/>`);
+    parts.push(`<path data-i="${line.i}" d="${line.curve.d}" stroke="${[palette.hurts, palette.plain, palette.helps][signOf(line) + 1]}" stroke-width="${width}" stroke-opacity="${opacity}"${dash}/>`);
     if (away) continue;
     const size = 2.4 + 2.6 * s, { x2, y2 } = line.curve;
     const level = s < 0.2 ? 0 : s < 0.45 ? 1 : 2;
-    if (line.v !== null && line.v < 0) bars[level].push(`M${short(x2 + 1.5)} ${short(y2 - size)}V${short(y2 + size)}`);
-    else if (line.v !== null) arrows[level].push(`M${short(x2 + 4.5)} ${short(y2)}L${short(x2 - 1)} ${short(y2 - size)}V${short(y2 + size)}Z`);
+    if (signOf(line) < 0) bars[level].push(`M${short(x2 + 1.5)} ${short(y2 - size)}V${short(y2 + size)}`);
+    else if (signOf(line) > 0) arrows[level].push(`M${short(x2 + 4.5)} ${short(y2)}L${short(x2 - 1)} ${short(y2 - size)}V${short(y2 + size)}Z`);
   }
   const ends = [0.5, 0.75, 1].map((opacity, level) =>
     `<path class="ends" d="${arrows[level].join("")}" fill="${palette.helps}" fill-opacity="${opacity}"/>`
@@ -127,7 +134,7 @@ function groundText(data, plan, palette) {
 }
 
 /** What lines mean, along the bottom: nothing rests on colour alone. */
-function legendText(plan, palette, most) {
+function legendText(plan, palette, most, labels) {
   const y = plan.height + 12, parts = [];
   let x = 14;
   const item = (draw, text) => {
@@ -135,8 +142,9 @@ function legendText(plan, palette, most) {
     x += 42 + text.length * 5.2;
   };
   const line = (at, stroke, width, dash) => `<path d="M${at} ${y}H${at + 24}" stroke="${stroke}" stroke-width="${width}" fill="none"${dash ? ` stroke-dasharray="${dash}"` : ""}/>`;
-  item((at) => line(at, palette.helps, 2.2) + `<path d="M${at + 28} ${y}l-6 -4v8Z" fill="${palette.helps}"/>`, "helps");
-  item((at) => line(at, palette.hurts, 2.2) + `<path d="M${at + 26} ${y - 5}v10" stroke="${palette.hurts}" stroke-width="1.8" fill="none"/>`, "hurts");
+  item((at) => line(at, palette.helps, 2.2) + `<path d="M${at + 28} ${y}l-6 -4v8Z" fill="${palette.helps}"/>`, labels[0]);
+  item((at) => line(at, palette.hurts, 2.2) + `<path d="M${at + 26} ${y - 5}v10" stroke="${palette.hurts}" stroke-width="1.8" fill="none"/>`, labels[1]);
+  if (labels[2]) item((at) => line(at, palette.plain, 2.2), labels[2]);
   item((at) => line(at, palette.plain, 1.8), "query, MLP, logits");
   item((at) => line(at, palette.plain, 1.8, DASH[2]), "key");
   item((at) => line(at, palette.plain, 1.8, DASH[3]), "value");

@@ -26,6 +26,7 @@ class CircuitView {
     this.sig = sig;
     this.data = data;
     this.plan = layout(data);
+    this.find(".bar:not(.tools)").hidden = Boolean(data.side);
     this.vmost = Math.max(0, ...data.v.map((v) => Math.abs(v ?? 0)));
     this.curves = data.s.map((s, i) => curve(this.plan.boxes[s], this.plan.boxes[data.t[i]], data.p[i]));
     if (fresh || !this.state || data.state.seq >= this.seq) {
@@ -33,6 +34,10 @@ class CircuitView {
       this.seq = Math.max(this.seq, data.state.seq);
     }
     this.redraw();
+  }
+
+  labels() {
+    return this.data.labels || ["helps", "hurts"];
   }
 
   edgeName(i) {
@@ -97,7 +102,7 @@ class CircuitView {
   lines(edges, boxes) {
     const { data } = this;
     if (!this.groupOf.size) {
-      return edges.map((i) => ({ i, s: data.s[i], t: data.t[i], port: data.p[i], v: data.v[i], curve: this.curves[i] }));
+      return edges.map((i) => ({ i, s: data.s[i], t: data.t[i], port: data.p[i], v: data.v[i], side: data.side?.[i], curve: this.curves[i] }));
     }
     const merged = new Map();
     for (const i of edges) {
@@ -105,7 +110,7 @@ class CircuitView {
       if (s === t) continue;
       const port = typeof t === "string" ? 0 : data.p[i], key = `${s}|${t}|${port}`;
       if (merged.has(key)) merged.get(key).v = (merged.get(key).v ?? 0) + (data.v[i] ?? 0);
-      else merged.set(key, { i, s, t, port, v: data.v[i], curve: s === data.s[i] && t === data.t[i] ? this.curves[i] : curve(boxes(s), boxes(t), port) });
+      else merged.set(key, { i, s, t, port, v: data.v[i], side: data.side?.[i], curve: s === data.s[i] && t === data.t[i] ? this.curves[i] : curve(boxes(s), boxes(t), port) });
     }
     return [...merged.values()].sort((a, b) => Math.abs(b.v ?? 0) - Math.abs(a.v ?? 0));
   }
@@ -145,7 +150,7 @@ class CircuitView {
     const node = (id, box, name, kind, label) => nodeText({
       box, name, kind, label,
       active: active.has(id) || ["input", "logits"].includes(kind),
-      total: totals.has(id) ? totals.get(id) : null,
+      total: totals.has(id) && !data.side ? totals.get(id) : null,
       share: most ? Math.sqrt(Math.abs(totals.get(id) ?? 0) / most) : 0,
       pinned: pins.has(name), selected: focused && state.sel === name,
       faded: near && !near.has(id) && state.sel !== name,
@@ -174,7 +179,7 @@ class CircuitView {
     const started = performance.now();
     const dark = this.isDark(), plan = this.plan;
     if (this.scale === null) this.fit();
-    const legend = legendText(plan, dark ? DARK : LIGHT, this.vmost);
+    const legend = legendText(plan, dark ? DARK : LIGHT, this.vmost, this.labels());
     const width = Math.max(plan.width, legend.width), height = plan.height + plan.legend;
     const inner = this.content(dark ? DARK : LIGHT, true) + legend.text;
     this.find(".sheet").innerHTML = `<svg role="group" aria-label="Circuit" width="${width * this.scale}" height="${height * this.scale}" viewBox="0 0 ${width} ${height}" font-family="${FONT}">${inner}</svg>`;
@@ -374,13 +379,14 @@ class CircuitView {
     if (!line || line.v === null) return name;
     const score = data.higher ? -line.v : line.v, error = data.e[line.i];
     const spread = error === null ? "" : ` ± ${error.toPrecision(2)}`;
+    if (data.side) return `${name}\n${["only in", "in both", "only in"][data.side[line.i]]} ${[data.labels[0].slice(5), "", data.labels[1].slice(5)][data.side[line.i]]}`.trim();
     const place = data.rank[line.i] < data.n_pins ? "pinned" : `rank ${data.rank[line.i] - data.n_pins + 1} of ${data.n.toLocaleString("en-US")}`;
     return `${name}\nscore ${score.toPrecision(3)}${spread}, ${line.v >= 0 ? "helps" : "hurts"}\n${place}`;
   }
 
   async figure(kind) {
     const { plan, data } = this;
-    const legend = legendText(plan, LIGHT, this.vmost);
+    const legend = legendText(plan, LIGHT, this.vmost, this.labels());
     const width = Math.ceil(Math.max(plan.width, legend.width)), height = plan.height + plan.legend;
     const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" font-family="${FONT}">`
       + `<rect width="${width}" height="${height}" fill="${LIGHT.paper}"/>${this.content(LIGHT, false)}${legend.text}</svg>`;
