@@ -1,0 +1,296 @@
+"""ACDC gives the sequential algorithm's circuit, edge by edge, for less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import circuitlab as cl
+from circuitlab.ablations import AblationSource, as_ablation
+from circuitlab.acdc import acdc, acdc_sweep, hierarchical_acdc, visit_order
+from circuitlab.circuit_run import run_circuits
+from circuitlab.circuit_state import (
+    CircuitState,
+    Focus,
+    Wiring,
+    heads_are_coupled,
+    prepare,
+)
+from circuitlab.errors import CircuitlabError
+from tests import read_models
+from tests.hand_models import induction_model, ioi_model
+from tests.sequential_acdc import sequential_acdc
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pairs(n: int = 3) -> cl.Prompts:
+    """Token pairs that differ at two positions, for the tiny models."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randint(1, read_models.VOCAB, (n, 7), generator=generator)
+    corrupted = clean.clone()
+    corrupted[:, 2], corrupted[:, 4] = 7, 8
+    return cl.Prompts.from_tokens(clean, corrupted, clean[:, 0], corrupted[:, 2])
+
+
+UNCOUPLED = ["gpt2", "llama", "neox", "neox_sequential", "opt", "bloom", "phi"]
+
+
+@pytest.mark.parametrize("ablation", ["patch", "mean"])
+@pytest.mark.parametrize("family", UNCOUPLED)
+def test_a_state_gives_what_whole_passes_give(family, ablation):
+    model, metric = read_models.model(family), cl.logit_diff()
+    shape, prompts = model.shape, pairs()
+    source = AblationSource(model, prompts, as_ablation(ablation), metric)
+    chunk = prepare(model, source.rows(slice(0, len(prompts))), metric)
+    generator = np.random.default_rng(0)
+    mask = shape.edge_mask & (generator.random(shape.edge_mask.shape) < 0.6)
+    wiring = Wiring(shape)
+    state = CircuitState(model, chunk, mask, wiring)
+
+    def whole(masks):
+        found = [
+            run_circuits(model, chunk.batch, chunk.side, [m], positions=chunk.positions)
+            for m in masks
+        ]
+        return torch.cat(found)
+
+    torch.testing.assert_close(state.logits, whole([mask]), rtol=0, atol=1e-12)
+    tried = 0
+    for column in visit_order(shape):
+        senders = np.flatnonzero(state.mask[:, column])[:3]
+        if not wiring.alive(state.mask)[column] or not len(senders):
+            state.mask[:, column] = False
+            continue
+        focus = Focus(state, column, wiring.plan(state.mask, column))
+        removed = np.zeros((len(senders), len(mask)), dtype=bool)
+        for row, sender in enumerate(senders):
+            removed[row:, sender] = True
+        masks = np.repeat(state.mask[None], len(senders), axis=0)
+        masks[:, :, column] &= ~removed
+        trial = focus.trial(removed)
+        torch.testing.assert_close(trial.logits, whole(masks), rtol=0, atol=1e-12)
+        focus.commit(trial, len(senders) - 1, removed[-1])
+        tried += 1
+    assert tried >= 10
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox", "opt", "gemma2"])
+@pytest.mark.parametrize(
+    ("metric", "ablation", "threshold"),
+    [(cl.kl(), "patch", 0.02), (cl.logit_diff(), "mean", 0.05)],
+    ids=["kl-patch", "logit_diff-mean"],
+)
+def test_the_circuit_is_the_sequential_one(family, metric, ablation, threshold):
+    model, prompts = read_models.model(family), pairs()
+    plain = sequential_acdc(model, prompts, metric, threshold, ablation=ablation)
+    found = acdc_sweep(model, prompts, metric, [threshold], ablation=ablation)[0]
+    assert found.circuit.edges == plain.edges
+    assert 0 < len(plain.edges) < model.shape.n_edges
+    rows = found.decisions.to_pandas()
+    tested = rows[rows.status == "ok"].set_index("edge").score
+    assert set(tested.index) == set(plain.changes)
+    for edge, change in plain.changes.items():
+        assert tested[edge] == pytest.approx(change, abs=1e-10)
+    cost = found.circuit.provenance["component_evaluations"]
+    assert cost <= plain.components
+    if family != "gemma2":
+        assert found.circuit.provenance["incremental"]
+        assert 2.5 * cost < plain.components
+
+
+def test_coupled_heads_are_found_out():
+    assert heads_are_coupled(read_models.model("gemma2"))
+    assert not any(heads_are_coupled(read_models.model(f)) for f in UNCOUPLED)
+
+
+def distance() -> cl.Metric:
+    """How far the logit difference is from the full model's: removing an edge of a head
+    that works against the answer counts too."""
+
+    def fn(logits, batch):
+        difference = cl.logit_diff().fn
+        return (difference(logits, batch) - difference(batch.clean_logits, batch)).abs()
+
+    return cl.custom(fn, higher_is_better=False, name="distance")
+
+
+@pytest.mark.parametrize("threshold", [0.001, 0.1])
+def test_the_hand_weighted_induction_circuit_is_found_exactly(threshold):
+    hand = induction_model(n=8)
+    model = cl.load_model(hand.model)
+    for metric in (cl.kl(), cl.logit_diff()):
+        assert acdc(model, hand.prompts, metric, threshold).edges == hand.carries
+        assert acdc(model, hand.blanked, metric, threshold).edges == hand.wired
+
+
+def test_the_hand_weighted_ioi_circuit_is_found_exactly():
+    hand = ioi_model(n=8)
+    model = cl.load_model(hand.model)
+    assert acdc(model, hand.prompts, distance(), 0.05).edges == hand.carries
+    # By the task's direction, the negative head's edges are in the way and go.
+    helping = {edge for edge in hand.carries if "a2.h2" not in edge}
+    assert acdc(model, hand.prompts, cl.logit_diff(), 0.05).edges == helping
+
+
+@pytest.mark.parametrize(("task", "threshold"), [("ioi", 0.05), ("induction", 0.05)])
+def test_on_the_embedded_model(task, threshold):
+    model = cl.load_model("embedded")
+    prompts = cl.tasks.by_name(task)(n=6, seed=0, model=model)
+    plain = sequential_acdc(model, prompts, cl.kl(), threshold)
+    found = acdc(model, prompts, threshold=threshold)
+    assert found.edges == plain.edges
+    assert 4 * found.provenance["component_evaluations"] < plain.components
+
+
+def test_guesses_and_chunks_change_no_decision():
+    model, prompts = read_models.model(), pairs(5)
+    first = acdc_sweep(model, prompts, thresholds=[0.02], speculate=1)[0]
+    for options in ({"speculate": 3}, {"speculate": 40}, {"batch_size": 2}):
+        again = acdc_sweep(model, prompts, thresholds=[0.02], **options)[0]
+        assert again.circuit.edges == first.circuit.edges
+        np.testing.assert_allclose(
+            again.decisions.scores, first.decisions.scores, rtol=0, atol=1e-12
+        )
+    passes = [
+        acdc(model, prompts, threshold=0.02, speculate=k).provenance["passes"]
+        for k in (1, 40)
+    ]
+    assert passes[1] < passes[0]
+
+
+def test_thresholds_share_the_decisions_they_agree_on():
+    model, prompts = read_models.model(), pairs()
+    thresholds = [0.05, 0.002, 0.02]
+    together = acdc_sweep(model, prompts, thresholds=thresholds, speculate=1)
+    apart = [
+        acdc_sweep(model, prompts, thresholds=[t], speculate=1)[0] for t in thresholds
+    ]
+    assert [r.threshold for r in together] == thresholds
+    for one, other in zip(together, apart, strict=True):
+        assert one.circuit.edges == other.circuit.edges
+        np.testing.assert_allclose(
+            one.decisions.scores, other.decisions.scores, rtol=0, atol=1e-12
+        )
+    assert len({r.circuit.edges for r in together}) == 3
+    shared = together[0].circuit.provenance["evaluations"]
+    assert shared < sum(r.circuit.provenance["evaluations"] for r in apart)
+
+
+@pytest.mark.parametrize("thresholds", [[0.02], [0.05, 0.005]])
+def test_a_killed_run_goes_on_from_its_last_step(tmp_path, thresholds):
+    model, prompts = read_models.model(), pairs()
+    path = tmp_path / "steps.jsonl"
+    options = {"thresholds": thresholds, "checkpoint": path}
+    whole = acdc_sweep(model, prompts, **options)
+    text = path.read_bytes()
+    lines = text.count(b"\n")
+    for kept in (len(text) // 7, len(text) // 2, len(text) - 3):
+        path.write_bytes(text[:kept])
+        again = acdc_sweep(model, prompts, **options)
+        for one, other in zip(again, whole, strict=True):
+            assert one.circuit.edges == other.circuit.edges
+            np.testing.assert_allclose(
+                    one.decisions.scores, other.decisions.scores, atol=1e-12
+                )
+        assert path.read_bytes().count(b"\n") == lines
+    assert again[0].circuit.provenance["evaluations"] <= 8
+    with pytest.raises(CircuitlabError) as refused:
+        acdc(model, prompts, threshold=0.5, checkpoint=path)
+    assert refused.value.code == "checkpoint_mismatch"
+
+
+def test_an_interrupted_run_has_kept_its_steps(tmp_path):
+    model, prompts = read_models.model(), pairs()
+    path = tmp_path / "steps.jsonl"
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        acdc(model, prompts, threshold=0.02, checkpoint=path, progress=stop)
+    kept = len(path.read_text().splitlines())
+    seen: list[tuple[int, int]] = []
+    found = acdc(
+        model,
+        prompts,
+        threshold=0.02,
+        checkpoint=path,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert found.edges == acdc(model, prompts, threshold=0.02).edges
+    assert kept > 10
+    assert seen[-1] == (model.shape.n_edges, model.shape.n_edges)
+
+
+def test_a_start_restricts_the_universe():
+    model, prompts = read_models.model(), pairs()
+    start = cl.Circuit.from_edges(
+        [edge for i, edge in enumerate(model.shape.edge_names) if i % 3], model.shape
+    )
+    plain = sequential_acdc(model, prompts, cl.kl(), 0.01, start)
+    found = acdc_sweep(model, prompts, thresholds=[0.01], start=start)[0]
+    assert found.circuit.edges == plain.edges <= start.edges
+    assert found.circuit.provenance["universe"] == len(start)
+    rows = found.decisions.to_pandas().set_index("edge")
+    outside = rows.loc[sorted(set(model.shape.edge_names) - start.edges)]
+    assert set(outside.status) == {"unavailable"}
+
+
+def test_edges_into_unread_components_go_untested():
+    model, prompts = read_models.model(), pairs()
+    found = acdc_sweep(model, prompts, thresholds=[0.05])[0]
+    rows = found.decisions.to_pandas()
+    sending = {edge.partition("->")[0] for edge in found.circuit.edges}
+    unread = ~rows.receiver.isin([*sending, "logits"])
+    assert unread.any()
+    assert set(rows[unread].status) == {"unavailable"}
+    assert not found.circuit.edges & set(rows[unread].edge)
+
+
+def test_provenance_says_how_it_came_about():
+    model, prompts = read_models.model(), pairs()
+    found = acdc_sweep(model, prompts, thresholds=[0.02])[0]
+    facts = found.circuit.provenance
+    json.dumps(facts)
+    assert facts["selector"] == "acdc"
+    assert facts["run_id"] == found.decisions.run_id
+    assert facts["n"] == len(found.circuit)
+    assert facts["decisions"] + facts["skipped"] == model.shape.n_edges
+    other = acdc_sweep(model, prompts, thresholds=[0.03])[0]
+    assert other.decisions.run.policy_digest != found.decisions.run.policy_digest
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"threshold": -1.0}, "threshold_invalid"),
+        ({"threshold": float("nan")}, "threshold_invalid"),
+        ({"speculate": 0}, "speculate_out_of_range"),
+        ({"ablation": "none"}, "ablation_unknown"),
+        ({"start": cl.Circuit.from_edges(["m5->logits"])}, "edge_unknown"),
+    ],
+)
+def test_refusals(options, code):
+    with pytest.raises(CircuitlabError) as refused:
+        acdc(read_models.model(), pairs(), **options)
+    assert refused.value.code == code
+    assert isinstance(refused.value, ValueError)
+
+
+def test_hierarchical_pruning_tests_only_what_scores_high():
+    model = cl.load_model("embedded")
+    prompts = cl.tasks.induction(n=6, seed=0, model=model)
+    full = acdc(model, prompts, threshold=0.05)
+    inside = hierarchical_acdc(model, prompts, threshold=0.05, fraction=0.3)
+    assert inside.provenance["evaluations"] < full.provenance["evaluations"]
+    assert inside.provenance["fraction"] == 0.3
+    assert cl.overlap(inside, full).recall >= 0.7
