@@ -150,6 +150,7 @@ class CircuitPass:
         self.side = side
         self.copies = len(masks)
         self.grad = masks.requires_grad
+        masks = masks * torch.as_tensor(model.shape.edge_mask, device=masks.device)
         gates = masks.detach() != 0
         self.active = _active_senders(model, gates.any(0).cpu().numpy())
         self.masks = masks.to(model.dtype).transpose(1, 2)[:, :, self.active]

@@ -121,7 +121,8 @@ class ScoreSum:
 
     def rows(self) -> pa.Table:
         """EDGE rows in canonical order, one per edge (and position or example)."""
-        assert self.total is not None and self.squares is not None
+        assert self.total is not None
+        assert self.squares is not None
         shape = self.model.shape
         senders, receivers = shape.edge_indices
         missing = np.isin(receivers, self.unreachable)
@@ -356,7 +357,8 @@ class _Chunk:
     @property
     def metric_ablated(self) -> Tensor:
         """The metric of the donors' run, per example."""
-        assert self.rows.donors is not None and self.rows.ablated_logits is not None
+        assert self.rows.donors is not None
+        assert self.rows.ablated_logits is not None
         donors = replace(self.rows.donors, clean_logits=self.batch.clean_logits)
         return self.metric(self.rows.ablated_logits, donors)
 

@@ -137,6 +137,7 @@ def collect(
     return collector.values(), logits
 
 
+@torch.no_grad()
 def expand(model: Backend, values: SenderValues, first: int, stop: int) -> Tensor:
     """Contributions of the senders `first` to `stop` − 1 (in canonical order),
     `[sender, example, pos, d_model]`."""

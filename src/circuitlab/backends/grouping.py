@@ -24,6 +24,8 @@ def ungroup(model: Any) -> None:
     found = 0
     for module in list(model.modules()):
         if hasattr(module, "k_proj") and hasattr(module, "v_proj"):
+            keys = module.k_proj.weight.shape[0]
+            _repeat_norm(getattr(module, "k_norm", None), keys, groups, heads // groups)
             module.k_proj = _repeated(module.k_proj, groups, heads // groups)
             module.v_proj = _repeated(module.v_proj, groups, heads // groups)
             found += 1
@@ -44,6 +46,14 @@ def ungroup(model: Any) -> None:
             value=type(model).__name__,
         )
     config.num_key_value_heads = heads
+
+
+def _repeat_norm(norm: Any, keys: int, groups: int, times: int) -> None:
+    """A norm over all keys at once (OLMo 2) has a weight per key feature; its mean
+    square stays what it was when every head is repeated equally often."""
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.shape == (keys,):
+        norm.weight = nn.Parameter(_repeat_rows(weight.detach(), groups, times))
 
 
 def _repeat_rows(value: Tensor, groups: int, times: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from circuitlab.backends import Capability, LayerSites, Point, Site, Tap, TokenBatch
 from circuitlab.backends.binding import bound
@@ -152,8 +153,8 @@ class TransformerLensModel:
     ) -> Tensor:
         """Run one pass and return the logits; see `Backend.run`.
 
-        `fast_norms` computes norms that nobody hooks in one fused call each (and in
-        full precision for float64 models, whose own norms may round to float32).
+        `fast_norms` computes norms that nobody hooks in one fused call each. A float64
+        model stays float64 throughout, also where the architecture rounds to float32.
         """
         taps = list(taps)
         if positions is not None:
@@ -166,6 +167,8 @@ class TransformerLensModel:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(_eval_mode(self.bridge))
+            if self.dtype == torch.float64:
+                stack.enter_context(StayDouble())
             rows, length = batch.tokens.shape
             for tap in taps:
                 apart = _unflattened(tap.fn, lambda: (rows, length))
@@ -296,6 +299,15 @@ class TransformerLensModel:
 def norm_of(module: Any) -> Norm:
     """Read a norm module's kind and parameters."""
     inner = module.original_component
+    if isinstance(inner, nn.Identity):
+        return Norm("none")
+    if not hasattr(module, "uses_rms_norm"):
+        raise ModelError(
+            "architecture_unsupported",
+            f"the norm {module.name} is a {type(inner).__name__}, whose derivative "
+            "circuitlab does not know",
+            value=type(inner).__name__,
+        )
     kind = "rms" if module.uses_rms_norm else "layer"
     weight = getattr(inner, "weight", None)
     if weight is not None and module.uses_weight_offset:
@@ -361,6 +373,27 @@ def _hooked(module: Any) -> bool:
     if module._forward_hooks or module._backward_hooks:
         return True
     return any(p is not None and (p.fwd_hooks or p.bwd_hooks) for p in points)
+
+
+class StayDouble(TorchFunctionMode):
+    """Float64 tensors stay float64: casts of theirs to float32 do nothing.
+
+    Architectures compute norms, rotations and softmaxes in float32 on purpose, to be
+    better than half precision. For float64 models that would be worse, and would hide
+    identities that hold to 1e-10 behind rounding of 1e-7.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        kwargs = dict(kwargs or {})
+        value = args[0] if args else None
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            if func is Tensor.float:
+                return value
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **kwargs)
 
 
 @contextmanager
