@@ -20,6 +20,7 @@ from circuitlab.sourced import FIXED, INTERCHANGE, ZEROS
 from circuitlab.verb import Coordinates, Firing, Verb, as_verb
 
 FRONTIER = "keep_grad_replay_frontier"
+SELECTIONS = ("at_positions", "at_heads", "units")
 
 
 @dataclass(frozen=True)
@@ -287,12 +288,23 @@ def subspace(site: str | None, basis: Any, *, origin: Any = None) -> Door:
         )
 
     def confine(verb: Verb) -> Verb:
-        if verb.name == "keep_grad":
-            return keep_grad(confine(verb.parts[0]))
+        bare = _without_keep(verb)
+        if bare is not verb:
+            return keep_grad(confine(bare))
         params = {"basis": rows, "origin": start, "edit": verb}
         return Verb("subspace", _in_subspace, params)
 
     return Door(site, confine)
+
+
+def _without_keep(verb: Verb) -> Verb:
+    """The verb unchecked: in a subspace what counts is the whole value it gives."""
+    if verb.name == "keep_grad":
+        return verb.parts[0]
+    if verb.name not in SELECTIONS:
+        return verb
+    inner = _without_keep(verb.parts[0])
+    return verb if inner is verb.parts[0] else verb.with_parts((inner,))
 
 
 def _in_subspace(x: Tensor, firing: Firing, params: Mapping[str, Any]) -> Tensor:
@@ -345,7 +357,7 @@ def keep_grad(edit: Any) -> Verb:
     verb = as_verb(edit)
     if verb.name == "keep_grad":
         return verb
-    if verb.name in ("at_positions", "at_heads", "units"):
+    if verb.name in SELECTIONS:
         return verb.with_parts((keep_grad(verb.parts[0]),))
     return Verb("keep_grad", _keep, {"edit": verb}, (), verb.keeps, verb.instead)
 
