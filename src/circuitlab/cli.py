@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from circuitlab import cli_circuit, cli_demo, cli_models, cli_score, cli_store
+from circuitlab import cli_app, cli_circuit, cli_demo, cli_models, cli_score, cli_store
 from circuitlab.cli_output import remark, say
 from circuitlab.errors import CircuitlabError, InternalError, StoreError
 
@@ -66,9 +66,12 @@ app.command()(cli_circuit.curve)
 app.command()(cli_score.rerun)
 app.command()(cli_store.runs)
 app.command()(cli_store.sql)
+app.command()(cli_store.export)
+app.command("import")(cli_store.import_)
 app.add_typer(cli_store.store_app, name="store")
 app.add_typer(cli_models.models_app, name="models")
 app.command()(cli_models.doctor)
+app.command("app")(cli_app.app)
 
 
 def main() -> None:
@@ -82,14 +85,11 @@ def run(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if argument != "--debug"]
     try:
         code = app(rest, prog_name="circuitlab", standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        return _interrupted() if code == 130 else int(code or 0)
     except ClickError as error:
         return _usage(error)
-    except typer.Abort:
-        return 130
-    except KeyboardInterrupt:
-        remark("interrupted; what was saved stays")
-        return 130
+    except (typer.Abort, KeyboardInterrupt):
+        return _interrupted()
     except CircuitlabError as error:
         return _refusal(error, debug)
     except MemoryError as error:
@@ -105,6 +105,11 @@ def run(arguments: Sequence[str]) -> int:
             f"error[unexpected]: {type(error).__name__}: {text} (see it with --debug)"
         )
         return 1
+
+
+def _interrupted() -> int:
+    remark("interrupted; what was saved stays")
+    return 130
 
 
 def _usage(error: Exception) -> int:

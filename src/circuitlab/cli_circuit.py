@@ -9,7 +9,14 @@ import typer
 
 from circuitlab import cli_options as opt
 from circuitlab.cli_bench import Bench, load_circuit, load_edges, open_store
-from circuitlab.cli_output import print_csv, print_json, print_table, progress, say
+from circuitlab.cli_output import (
+    print_csv,
+    print_json,
+    print_table,
+    progress,
+    remark,
+    say,
+)
 from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -66,6 +73,8 @@ def circuit(
             choose(edges, cuts, where=select, rank=rank, prune=not no_prune), name=name
         )
         saved = opened.save(found)
+    if not found and found.provenance.get("dangling"):
+        remark("no edge chosen lies on a path to the logits; --no-prune keeps them")
     rows = [{"edge": edge, **_numbers(edges, edge)} for edge in found.ordered]
     if as_csv:
         print_csv(("edge", "score", "stderr"), rows)
@@ -75,7 +84,7 @@ def circuit(
         )
     else:
         print_table(("edge", "score", "stderr"), rows)
-        say(f"{describe(found)}")
+        say(describe(found))
         say(f"circuit {found.id}")
 
 

@@ -33,5 +33,6 @@ def _load(spec: str, options: dict[str, Any]) -> Backend:
         from circuitlab.backends import load_model
 
         notices.disable_progress_bar()
-        logging.getLogger("transformer_lens").setLevel(logging.ERROR)
+        for package in ("transformer_lens", "huggingface_hub"):
+            logging.getLogger(package).setLevel(logging.ERROR)
         return load_model(spec, **options)

@@ -69,10 +69,7 @@ def score_and_save(
     recipe: Recipe, store: Store, batch_size: int | None = None
 ) -> tuple[EdgeTable, str]:
     """Run a recipe; save the run with its prompts; return the table and its id."""
-    (
-        recipe.metric_value(),
-        recipe.method_value(),
-    )  # a wrong name fails before a model loads
+    recipe.check_names()
     model = recipe.load_model()
     return score_prompts(recipe, model, recipe.prompts(model), store, batch_size)
 

@@ -139,14 +139,133 @@ def _pair(text: str) -> tuple[str, object]:
         return name, value
 
 
+def export(
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="FOLDER", help="A path, or a URL that fsspec knows."),
+    ],
+    run_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN_ID]…", help="Which runs; all by default."),
+    ] = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Write runs as Parquet files, with their prompts.
+
+    Tags and notes go along; `circuitlab import` reads them back.
+
+    Example: circuitlab export shared_runs
+    """
+    ids = open_store(store).export(run_ids or None, folder)
+    _told(ids, f"{len(ids)} runs in {folder}", as_json)
+
+
+def import_(
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="FOLDER", help="What `export` wrote, or a URL of it."),
+    ],
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Take in runs that were exported.
+
+    Every run is verified against its id; what is here already stays as it is.
+
+    Example: circuitlab import shared_runs
+    """
+    opened = open_store(store)
+    ids = opened.import_(folder)
+    _told(ids, f"{len(ids)} runs in {opened.path}", as_json)
+
+
+def _told(ids: list[str], text: str, as_json: bool) -> None:
+    if as_json:
+        print_json(ids)
+    else:
+        say(text)
+
+
 @store_app.command()
-def fold(store: opt.Store = None) -> None:
+def merge(
+    other: Annotated[
+        str, typer.Argument(metavar="STORE", help="The store to take runs from.")
+    ],
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Take in every run of another store.
+
+    Example: circuitlab store merge ../their/circuitlab.duckdb
+    """
+    opened = open_store(store)
+    ids = opened.merge(other)
+    _told(ids, f"{len(ids)} runs taken in", as_json)
+
+
+@store_app.command()
+def check(
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every row, and derive every id again.")
+    ] = False,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Look for damage; exit with 3 if there is any.
+
+    Example: circuitlab store check --deep
+    """
+    found = open_store(store).check(deep=deep)
+    problems = [vars(problem) for problem in found.problems]
+    if as_json:
+        print_json({**vars(found), "problems": problems})
+    else:
+        if problems:
+            show(("code", "text", "id"), problems)
+        say(
+            f"{found.runs} runs folded, {found.pending} waiting, {len(problems)} problems"
+        )
+    if problems:
+        raise typer.Exit(3)
+
+
+@store_app.command()
+def repair(store: opt.Store = None, as_json: opt.Json = False) -> None:
+    """Set damaged files aside, and save what they still give.
+
+    Nothing is deleted.
+
+    Example: circuitlab store repair
+    """
+    found = open_store(store).repair()
+    unreadable = [vars(problem) for problem in found.unreadable]
+    if as_json:
+        print_json({**vars(found), "unreadable": unreadable})
+        return
+    say(f"{len(found.saved)} runs saved, {len(found.lost)} lost")
+    for what in ("lost", "set_aside"):
+        for name in getattr(found, what):
+            say(f"  {what.replace('_', ' ')}: {name}")
+    if unreadable:
+        show(("code", "text", "id"), unreadable)
+
+
+@store_app.command()
+def fold(store: opt.Store = None, as_json: opt.Json = False) -> None:
     """Move what waits in the spool into the DuckDB file.
+
+    Saves and reads need no fold; a raw DuckDB shell sees what has been folded.
 
     Example: circuitlab store fold
     """
     found = open_store(store).fold()
-    say(f"{found}")
+    if as_json:
+        print_json(vars(found))
+        return
+    say(f"{found.runs} runs folded, {found.pending} waiting")
+    if found.held_by:
+        remark(f"{found.held_by} (pid {found.pid}) has the file open; try again later")
 
 
 @store_app.command()
