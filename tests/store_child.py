@@ -41,19 +41,38 @@ def save_for_ever(path: str, first: str) -> None:
         seed += 1
 
 
-def killed_while_saving(path: str, first: str, count: str, times: str) -> None:
+def killed_while_saving(path: str, first: str, lives: str, seconds: str) -> None:
     """Be the parent of writers that are killed at random instants, one after another.
 
-    A writer is forked from this warm process, so that a life costs no imports.
+    Writers are forked from this warm process, so that a life costs no imports. The
+    first one lives on for a while and shows how long a life has to be to matter.
     """
     generator = random.Random(int(first))
-    for life in range(int(times)):
+    until = time.monotonic() + float(seconds)
+    longest = _one_life(path, first)
+    for life in range(1, int(lives)):
+        if time.monotonic() > until:
+            break
         child = os.fork()
         if child == 0:
-            save_for_ever(path, str(int(first) + life * int(count)))
-        time.sleep(generator.uniform(0.0, 0.12))
+            save_for_ever(path, str(int(first) + life * 100))
+        time.sleep(generator.uniform(0.0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def _one_life(path: str, first: str) -> float:
+    """Seconds that a new process takes to save four runs and fold twice."""
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        store = Store(path)
+        for seed in range(int(first), int(first) + 4):
+            say(store.save(edges_of(seed)))
+            store.fold(wait=0.0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return time.monotonic() - started
 
 
 def read(path: str, count: str, seconds: str) -> None:

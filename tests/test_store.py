@@ -71,7 +71,7 @@ def test_an_edge_table_comes_back_bit_for_bit(store, settle):
 
 
 @settings(
-    max_examples=15,
+    max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -28,8 +28,14 @@ import filelock
 
 from circuitlab.errors import StoreError
 from circuitlab.folders import os_errors
-from circuitlab.migrations import Migration, check_version, migrate, schema_version
-from circuitlab.queries import means_damage
+from circuitlab.migrations import (
+    Migration,
+    check_version,
+    means_damage,
+    means_no_room,
+    migrate,
+    schema_version,
+)
 from circuitlab.spool import wait_until
 
 STORAGE = "v1.5.0"
@@ -273,9 +279,12 @@ class Database:
             try:
                 with self.errors(), new_database(made) as con:
                     migrate(con, self.steps, own_version)
+                    # Closing would write the file too, but keeps quiet if it can't.
+                    con.execute("checkpoint")
                 made.rename(self.path)
             finally:
                 made.unlink(missing_ok=True)
+                made.with_name(made.name + ".wal").unlink(missing_ok=True)
 
     def _check_readable(self, con: duckdb.DuckDBPyConnection) -> None:
         version = schema_version(con)
@@ -320,7 +329,7 @@ class Database:
                 f"{path} was written by a newer DuckDB; pip install -U duckdb",
                 **facts,
             )
-        if "No space left" in text or "File too large" in text:
+        if means_no_room(error):
             return StoreError(
                 "store_disk_full",
                 f"no room to write {path}; what was saved is unharmed and stays in "

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from circuitlab.errors import StoreError
 from circuitlab.kept import KEPT, OPEN, dump_json
+from circuitlab.migrations import undo
 from circuitlab.run_rows import RUN, run_row
 from circuitlab.spool import EVENT, Event, Part, Spool
 
@@ -201,17 +202,9 @@ def _fold_run(
                 )
         con.execute("commit")
     except (duckdb.Error, StoreError):
-        _undo(con)
+        undo(con)
         raise
     return number
-
-
-def _undo(con: duckdb.DuckDBPyConnection) -> None:
-    try:
-        con.execute("rollback")
-    except duckdb.Error:
-        # A database that failed hard has no transaction left to undo.
-        return
 
 
 def _add_names(con: duckdb.DuckDBPyConnection, part: Part, table: str) -> None:
@@ -255,7 +248,7 @@ def _fold_dataset(con: duckdb.DuckDBPyConnection, part: Part) -> None:
         )
         con.execute("commit")
     except duckdb.Error:
-        _undo(con)
+        undo(con)
         raise
 
 

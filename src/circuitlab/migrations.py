@@ -21,6 +21,15 @@ _FILE = re.compile(r"(\d{3})_(\w+)\.sql")
 _VIEW = re.compile(
     r"create\s+or\s+replace\s+view\s+(\w+)\s+as\s+(.*)", re.IGNORECASE | re.DOTALL
 )
+_DAMAGED = (
+    "orrupt",
+    "checksum",
+    "deserialize",
+    "invalidated",
+    "Failed to load",
+    "read enough bytes",
+)
+_NO_ROOM = ("No space left", "File too large", "Disk quota")
 RECORD = """
 create table if not exists schema_version (
     version integer not null,
@@ -145,7 +154,9 @@ def migrate(
             )
             con.execute("commit")
         except duckdb.Error as error:
-            con.execute("rollback")
+            undo(con)
+            if means_no_room(error) or means_damage(error):
+                raise
             raise StoreError(
                 "migration_failed",
                 f"migration {step.version:03} ({step.name}) failed and was undone: "
@@ -155,3 +166,27 @@ def migrate(
             ) from error
         applied.append(step.version)
     return applied
+
+
+def undo(con: duckdb.DuckDBPyConnection) -> None:
+    """Roll back, where there is anything left to roll back."""
+    try:
+        con.execute("rollback")
+    except duckdb.Error:
+        # A database that failed hard has no transaction any more.
+        return
+
+
+def means_damage(error: duckdb.Error) -> bool:
+    """Whether DuckDB's words are those for a file that is not what it wrote."""
+    hard = (
+        duckdb.FatalException,
+        duckdb.InternalException,
+        duckdb.SerializationException,
+    )
+    return isinstance(error, hard) or any(word in str(error) for word in _DAMAGED)
+
+
+def means_no_room(error: duckdb.Error) -> bool:
+    """Whether DuckDB's words are those for a disk that is full."""
+    return any(word in str(error) for word in _NO_ROOM)

@@ -17,17 +17,9 @@ import duckdb
 import pyarrow as pa
 
 from circuitlab.errors import ArgumentError, StoreError
-from circuitlab.migrations import store_files
+from circuitlab.migrations import means_damage, store_files
 
 _READS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-_DAMAGED = (
-    "orrupt",
-    "checksum",
-    "deserialize",
-    "invalidated",
-    "Failed to load",
-    "read enough bytes",
-)
 _PARAMETER = re.compile(r"--\s*\$(\w+):\s*(.*?)(?:\s+=\s+(\S.*))?")
 
 
@@ -162,13 +154,3 @@ def _not_read_only(query: str, statements: Sequence) -> StoreError:
         value=kinds,
         expected=["SELECT"],
     )
-
-
-def means_damage(error: duckdb.Error) -> bool:
-    """Whether DuckDB's words are those for a file that is not what it wrote."""
-    hard = (
-        duckdb.FatalException,
-        duckdb.InternalException,
-        duckdb.SerializationException,
-    )
-    return isinstance(error, hard) or any(word in str(error) for word in _DAMAGED)

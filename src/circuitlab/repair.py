@@ -20,7 +20,7 @@ from circuitlab.errors import CircuitlabError, StoreError
 from circuitlab.folders import LocalFolder, os_errors
 from circuitlab.share import said, verify
 from circuitlab.spool import Spool, part_of_dataset, part_of_record, timestamp
-from circuitlab.stored_rows import read_dataset, read_numbered, read_record
+from circuitlab.stored_rows import read_dataset, read_numbered
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,19 @@ def check_database(database: Database, deep: bool) -> tuple[int, list[Problem]]:
             heads = _heads(con)
     except StoreError as error:
         return 0, [Problem(error.code, str(error))]
-    problems = []
-    for run_id, number, head in heads:
-        try:
-            with database.reading() as con:
+    problems, count = [], len(heads)
+    while heads:
+        # A database that failed hard answers nothing more: open it anew and go on.
+        with contextlib.suppress(StoreError), database.reading() as con:
+            while heads:
+                run_id, number, head = heads.pop(0)
                 found = _wrong_rows(con, run_id, number, head, deep)
-        except (StoreError, duckdb.Error) as error:
-            found = f"its rows can't be read: {error}"
-        if found:
-            text = f"run {run_id[:12]}: {found}"
-            problems.append(Problem("store_corrupt", text, run_id))
-    return len(heads), problems
+                if found:
+                    text = f"run {run_id[:12]}: {found.text}"
+                    problems.append(Problem("store_corrupt", text, run_id))
+                if found and found.hard:
+                    break
+    return count, problems
 
 
 def _heads(con: duckdb.DuckDBPyConnection) -> list[tuple[str, int, dict]]:
@@ -102,18 +104,27 @@ def _heads(con: duckdb.DuckDBPyConnection) -> list[tuple[str, int, dict]]:
     return [(run, number, json.loads(head)) for run, number, head in rows.fetchall()]
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """What is wrong with a run's rows; `hard` where the database gave up."""
+
+    text: str
+    hard: bool = False
+
+
 def _wrong_rows(
     con: duckdb.DuckDBPyConnection, run_id: str, number: int, head: dict, deep: bool
-) -> str | None:
-    for table, facts in head["files"].items():
-        query = f"select count(*) from {table} where run_no = ?"
-        rows = con.execute(query, [number]).fetchall()[0][0]
-        if rows != facts["rows"]:
-            return f"{rows} of {facts['rows']} {table} rows are there"
-    if deep:
-        record = read_record(con, run_id)
-        if record is None or record.run_id != run_id:
-            return "its rows are not those that were saved"
+) -> Wrong | None:
+    try:
+        for table, facts in head["files"].items():
+            query = f"select count(*) from {table} where run_no = ?"
+            rows = con.execute(query, [number]).fetchall()[0][0]
+            if rows != facts["rows"]:
+                return Wrong(f"{rows} of {facts['rows']} {table} rows are there")
+        if deep and read_numbered(con, number, head).run_id != run_id:
+            return Wrong("its rows are not those that were saved")
+    except (duckdb.Error, ValueError, ArrowInvalid) as error:
+        return Wrong(f"its rows can't be read: {error}", hard=True)
     return None
 
 
