@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -164,10 +165,11 @@ def test_a_distractor_makes_counting_useless(one_digit):
 
 
 def test_unknown_choices_of_ioi_are_refused(one_digit):
-    for options, code in (
+    choices: list[tuple[dict[str, Any], str]] = [
         ({"corruption": "xyz"}, "corruption_unknown"),
         ({"order": "aabb"}, "order_unknown"),
-    ):
+    ]
+    for options, code in choices:
         with pytest.raises(ArgumentError) as caught:
             tasks.ioi(4, 0, one_digit, **options)
         assert caught.value.code == code
@@ -295,3 +297,15 @@ def test_tasks_are_found_by_name_in_either_spelling():
     assert all(tasks.by_name(name) is getattr(tasks, name) for name in ALL_TASKS)
     with pytest.raises(ArgumentError, match="did you mean pronouns"):
         tasks.by_name("pronoun")
+
+
+@pytest.mark.real_model
+def test_every_task_works_with_a_real_tokenizer(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    for name in ALL_TASKS:
+        prompts = tasks.by_name(name)(50, 0, tokenizer)
+        assert not prompts.prepend_bos
+        prompts.require_equal_lengths()
+        assert {len(ids) for row in prompts.answers for ids in row} == {1}
