@@ -7,19 +7,12 @@ here are the whole surface; how each part is made stands in the modules they com
 from __future__ import annotations
 
 from circuitlab.donors import Labelled, Population
-from circuitlab.doors import (
-    Baseline,
-    Edit,
-    Edits,
-    Outcome,
-    Resolved,
-    baseline,
-    bind,
-    resolve_edits,
-    resume,
-    run,
-)
+from circuitlab.doors import Baseline, Outcome, baseline, bind, resume, run
+from circuitlab.edits import Edit, Edits, Resolved, resolve_edits
 from circuitlab.inventory import inventory
+from circuitlab.payload_json import PayloadFile, load_payloads, parse_payloads
+from circuitlab.payloads import BySite, ForAll, InOrder, OneEach, Payload
+from circuitlab.plans import Plan, plan
 from circuitlab.selections import (
     Door,
     PerExample,
@@ -43,6 +36,7 @@ from circuitlab.sourced import (
     swap_with,
     zero_ablate,
 )
+from circuitlab.sweeps import Interventions, intervene, intervene_each, run_each
 from circuitlab.verb import Firing, Verb, as_verb
 from circuitlab.verbs import (
     add,
@@ -59,14 +53,22 @@ from circuitlab.verbs import (
 
 __all__ = [
     "Baseline",
+    "BySite",
     "Door",
     "Edit",
     "Edits",
     "Firing",
+    "ForAll",
+    "InOrder",
+    "Interventions",
     "Inventory",
     "Labelled",
+    "OneEach",
     "Outcome",
+    "Payload",
+    "PayloadFile",
     "PerExample",
+    "Plan",
     "Population",
     "Resolved",
     "SiteInfo",
@@ -82,11 +84,16 @@ __all__ = [
     "compose",
     "freeze",
     "interpolate",
+    "intervene",
+    "intervene_each",
     "inventory",
     "keep_grad",
+    "load_payloads",
     "mean_ablate",
+    "parse_payloads",
     "patch_from",
     "permute_batch",
+    "plan",
     "project_onto",
     "project_out",
     "replace_with",
@@ -94,6 +101,7 @@ __all__ = [
     "resolve_edits",
     "resume",
     "run",
+    "run_each",
     "scale",
     "scramble_elements",
     "set_affine_coordinates",

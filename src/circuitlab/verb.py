@@ -80,6 +80,7 @@ class Firing:
 
     def point(self, donor: Tensor | Labelled, value: Tensor, what: str) -> Tensor:
         """A donor for the site's value, in coordinates where the verb works on those."""
+        donor = self._own_rows(donor)
         if self.subspace is None or self.whole is None:
             return laid(donor, value, self.site, what)
         found = laid(donor, self.whole, self.site, what).expand_as(self.whole)
@@ -87,11 +88,22 @@ class Firing:
 
     def vector(self, donor: Tensor | Labelled, value: Tensor, what: str) -> Tensor:
         """A difference or direction for the site, likewise."""
+        donor = self._own_rows(donor)
         if self.subspace is None or self.whole is None:
             return laid(donor, value, self.site, what)
         found = laid(donor, self.whole, self.site, what)
         width = self.whole.shape[-1]
         return self.subspace.component(found.expand(*found.shape[:-1], width))
+
+    def _own_rows(self, donor: Tensor | Labelled) -> Tensor | Labelled:
+        """Of a donor for every example of the set, those of this batch."""
+        rows = len(self.batch)
+        if not isinstance(donor, Labelled) or "batch" not in donor.axes:
+            return donor
+        axis = donor.axes.index("batch")
+        if donor.tensor.shape[axis] < self.offset + rows:
+            return donor
+        return Labelled(donor.tensor.narrow(axis, self.offset, rows), *donor.axes)
 
     def generators(
         self, seed: int, *, per_site: bool = True

@@ -78,8 +78,11 @@ def packed(values: Tensor, firing: Firing) -> Tensor:
     return realigned(values, firing.site, packed, mask)
 
 
-def project_onto(basis: Any, *, over: tuple[str, ...] = ("feature",)) -> Verb:
-    """The part of x in the span of `basis`: one direction, or several on a leading axis.
+def project_onto(
+    basis: Any, *, over: tuple[str, ...] = ("feature",), factor: float = 1.0
+) -> Verb:
+    """`factor` times the part of x in the span of `basis`: one direction, or several on
+    a leading axis.
 
     `over` names the trailing axes that are projected jointly: `("feature",)` treats
     each head alone, `("head", "feature")` all heads as one vector. Computed in float32
@@ -87,16 +90,16 @@ def project_onto(basis: Any, *, over: tuple[str, ...] = ("feature",)) -> Verb:
     `basis_rank_deficient`, `basis_shape_invalid`, and `subspace_edit_unsupported` in a
     subspace.
     """
-    return _projection("project_onto", basis, over)
+    return _projection("project_onto", basis, over, as_number(factor))
 
 
 def project_out(basis: Any, *, over: tuple[str, ...] = ("feature",)) -> Verb:
     """x without its part in the span of `basis` (directional ablation); as
     `project_onto`."""
-    return _projection("project_out", basis, over)
+    return _projection("project_out", basis, over, 1.0)
 
 
-def _projection(name: str, basis: Any, over: tuple[str, ...]) -> Verb:
+def _projection(name: str, basis: Any, over: tuple[str, ...], factor: float) -> Verb:
     found = as_tensor(basis, "basis")
     if (
         not over
@@ -111,8 +114,9 @@ def _projection(name: str, basis: Any, over: tuple[str, ...]) -> Verb:
             over=over,
         )
     rows = found.reshape(1, -1) if found.ndim == len(over) else found.flatten(1)
-    params = {"basis": rows, "over": over, "shape": tuple(found.shape)}
     orthonormal(rows)
+    shape = tuple(found.shape)
+    params = {"basis": rows, "over": over, "shape": shape, "factor": factor}
     return Verb(name, _project, {**params, "out": name == "project_out"})
 
 
@@ -140,8 +144,8 @@ def _project(x: Tensor, firing: Firing, params: Mapping[str, Any]) -> Tensor:
     flat = work.flatten(-len(over)) if len(over) > 1 else work
     unit = orthonormal(basis).to(flat)
     part = (flat @ unit.T) @ unit
-    found = (flat - part if params["out"] else part).reshape(x.shape)
-    return found.to(x.dtype)
+    found = flat - part if params["out"] else params["factor"] * part
+    return found.reshape(x.shape).to(x.dtype)
 
 
 def orthonormal(rows: Tensor) -> Tensor:
