@@ -107,7 +107,7 @@ def ranked(
     if run.parent:
         with contextlib.suppress(CircuitlabError, KeyError):
             table = edge_table(path, run.parent)
-    return rank_circuit(circuit, run, table, rank, run_id)
+    return rank_circuit(circuit, table, rank, run.parent or "")
 
 
 def ranked_for(path: str, kind: str, view: View) -> Ranked:
@@ -142,9 +142,9 @@ def edge_elsewhere(path: str, stamp: str, edge: str, run_id: str) -> pd.DataFram
             from v_edge e join others o using (run_id) where e.edge = ?
         )
         select t.*, 1 + count(*) filter (where abs(e.score) > abs(t.score)) as rank,
-            count(*) as of
+            count(*) as edges, t.run_id = ? as own
         from this t join v_edge e using (run_id)
-        group by all order by t.run_id = ? desc, rank
+        group by all order by own desc, rank
     """
     return sql(path, stamp, query, (run_id, edge, run_id))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import data
 import numpy as np
 import pandas as pd
@@ -9,6 +12,8 @@ import streamlit as st
 import ui
 from view import Ranked, Selection, View
 
+from circuitlab.errors import CircuitlabError
+from circuitlab.interchange import WRITERS
 from circuitlab.sites import parse_edge
 
 
@@ -95,6 +100,36 @@ def edge_details(path: str, stamp: str, ranked: Ranked, name: str) -> None:
     st.dataframe(
         others[columns], hide_index=True, height=min(36 * len(others) + 38, 260)
     )
+
+
+FORMATS = {
+    "JSON": ("json", "json", "with everything: it loads back"),
+    "EAP-IG JSON": ("eap-ig", "json", "as EAP-IG's graphs"),
+    "GraphML": ("graphml", "graphml", "for Gephi, yEd, networkx"),
+    "DOT": ("dot", "dot", "for Graphviz"),
+    "CSV": ("csv", "csv", "one edge a row"),
+}
+
+
+def exports(path: str, ranked: Ranked, view: View, kept: Selection) -> None:
+    """Download the circuit on the screen; PNG, SVG and PDF are by the picture."""
+
+    def text(format: str) -> str:
+        table = None
+        with contextlib.suppress(CircuitlabError, KeyError):
+            table = data.edge_table(path, ranked.scores_run)
+        return WRITERS[format](kept.circuit(ranked, view), table)
+
+    for label, (format, ending, about) in FORMATS.items():
+        st.download_button(
+            f"{label}: {about}",
+            functools.partial(text, format),
+            f"circuit-{ui.short(view.run)}-{kept.k}.{ending}",
+            key=f"export-{format}",
+            on_click="ignore",
+            width="stretch",
+        )
+    st.caption("PNG, SVG and PDF of the picture are above it.")
 
 
 def edge_frame(ranked: Ranked, names: tuple[str, ...] | list[str]) -> pd.DataFrame:

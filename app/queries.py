@@ -86,9 +86,8 @@ def answer(
         bell = threading.Timer(seconds, con.interrupt)
         bell.start()
         try:
-            query = text.strip().rstrip(";")
-            run_query(con, f"explain {query}", params or None)
-            found = run_query(con, f"from (\n{query}\n) limit {limit}", params or None)
+            query = _limited(con, text.strip().rstrip(";"), limit)
+            found = run_query(con, query, params or None)
         except duckdb.InterruptException as error:
             raise _too_slow(seconds) from error
         except StoreError as error:
@@ -98,6 +97,17 @@ def answer(
         finally:
             bell.cancel()
     return found.to_pandas(), time.monotonic() - started
+
+
+def _limited(con: duckdb.DuckDBPyConnection, query: str, limit: int) -> str:
+    """The query cut to its first rows; what is no SELECT stays, to be refused."""
+    try:
+        kinds = [statement.type for statement in con.extract_statements(query)]
+    except duckdb.Error:
+        return query
+    if kinds != [duckdb.StatementType.SELECT]:
+        return query
+    return f"from (\n{query}\n) limit {limit}"
 
 
 def _too_slow(seconds: int) -> StoreError:

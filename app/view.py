@@ -155,11 +155,11 @@ class Ranked:
     """Edges best first, with what is known of each: float64 arrays in that order.
 
     `pins` stand before all others and are always kept; `excluded` counts what could
-    not be ranked, by reason. Of a stored circuit `edges` are all there is.
+    not be ranked, by reason. `run` is that of the scores, where it is known.
     """
 
     kind: Literal["edge", "circuit"]
-    run: Run
+    run: Run | None
     shape: ModelShape
     names: tuple[str, ...]
     keys: np.ndarray
@@ -219,7 +219,7 @@ def _ranked(found: RankedEdges, table: EdgeTable, run_id: str) -> Ranked:
 
 
 def rank_circuit(
-    circuit: Circuit, run: Run, table: EdgeTable | None, rank: Rank, run_id: str
+    circuit: Circuit, table: EdgeTable | None, rank: Rank, run_id: str
 ) -> Ranked:
     """Rank a stored circuit's edges by the scores that chose them, where those are
     known; else in canonical order and without numbers."""
@@ -242,7 +242,7 @@ def rank_circuit(
     shape = circuit.shape or shape_of(names)
     return Ranked(
         "circuit",
-        run,
+        circuit.run,
         shape,
         tuple(names[i] for i in order),
         keys[order],

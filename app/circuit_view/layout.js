@@ -26,10 +26,10 @@ function layout(data) {
   const w = 12 + 5.6 * longest;
   const grouped = data.kinds.includes("kv");
   const unsplit = data.kinds.includes("attention");
-  const left = 76 + (grouped ? 12 : 0);
   const needed = w + Math.max(34, w * 0.55) + (grouped ? 16 : 0) + (unsplit ? w : 0);
   // Few layers spread out, so that their lines have room.
-  const column = Math.round(Math.max(needed, Math.min(needed * 2, 800 / data.n_layers)));
+  const column = Math.round(Math.max(needed, Math.min(needed * 2, 780 / data.n_layers)));
+  const left = 54 + Math.max(30, (column - w) * 0.55) + (grouped ? 12 : 0);
   const row = 27, top = 42, heads = data.n_heads;
   const mlpRow = top + heads * row + 16;
   const middle = top + ((heads - 1) * row) / 2;
@@ -45,7 +45,7 @@ function layout(data) {
     return { x, y: top + head * row, w, h: 18 };
   });
   const last = boxes[data.kinds.indexOf("logits")];
-  return { boxes, column, left, top, w, width: last.x + last.w + 14, height: mlpRow + 30, legend: 34 };
+  return { boxes, column, left, top, w, indent: grouped ? 24 : Math.min(26, (column - w) * 0.3), width: last.x + last.w + 14, height: mlpRow + 30, legend: 34 };
 }
 
 /** The centre line of an edge, entering a head by its port: q above, k amid, v below. */
@@ -125,7 +125,7 @@ function nodeText(node, palette) {
 function groundText(data, plan, palette) {
   const parts = [];
   for (let l = 0; l < data.n_layers; l++) {
-    const x = plan.left + l * plan.column - 17;
+    const x = plan.left + l * plan.column - plan.indent;
     if (l % 2 === 0) parts.push(`<rect x="${short(x)}" y="24" width="${plan.column}" height="${short(plan.height - 30)}" rx="5" fill="${palette.band}"/>`);
     parts.push(`<text x="${short(x + plan.column / 2)}" y="16" text-anchor="middle" font-size="10" fill="${palette.muted}">${l}</text>`);
   }

@@ -59,6 +59,10 @@ with ui.guarded():
     ranked = data.ranked_for(path, run["kind"], view)
     chosen = data.selection(path, run["kind"], view)
 
+with st.container(horizontal=True, vertical_alignment="center"):
+    ui.link("validate", "Validate this circuit", view)
+    with st.popover("Export", icon=":material/download:"):
+        panels.exports(path, ranked, view, chosen)
 left, right = st.columns([3.4, 1])
 with left:
     state = view.state(ranked.size(view))
