@@ -13,6 +13,7 @@ from pathlib import Path
 import duckdb
 from store_tables import SMALL, edges_of
 
+from circuitlab import migrations
 from circuitlab.errors import CircuitlabError
 from circuitlab.store import Store
 
@@ -121,10 +122,11 @@ def limited(path: str, size: str, first: str, count: str) -> None:
 
 def unprivileged(path: str, what: str) -> None:
     """Save or read as a user without rights; say the result or the code."""
+    steps = migrations.migrations()
     os.setgid(65534)
     os.setuid(65534)
-    store = Store(path)
     try:
+        store = Store(path, steps=steps)
         if what == "save":
             say("saved", store.save(edges_of(99)))
         else:
@@ -136,8 +138,6 @@ def unprivileged(path: str, what: str) -> None:
 
 def migrate(path: str, folder: str) -> None:
     """Open a store with other migrations, and read it; say its version."""
-    from circuitlab import migrations
-
     steps = migrations.migrations(Path(folder))
     store = Store(path, steps=steps)
     say(store.sql("select max(version) as v from schema_version").to_pylist()[0]["v"])

@@ -41,6 +41,9 @@ from circuitlab.spool import wait_until
 STORAGE = "v1.5.0"
 """Files are written so that DuckDB 1.5 and later read them."""
 
+HEADER, BLOCK = 3 * 4096, 262_144
+"""Sizes of a DuckDB file's header and of its blocks, in bytes."""
+
 _HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
 _READ_ONLY_HOLDER = "able to open this database in read-only mode"
 _LOCKED = "Could not set lock on file"
@@ -96,6 +99,20 @@ class Database:
     def lock_path(self) -> Path:
         return self.path.with_name(self.path.name + ".lock")
 
+    def refuse_foreign(self) -> None:
+        """Raise StoreError `store_not_duckdb` for a file that DuckDB didn't write.
+
+        DuckDB would ask the network for an extension when shown a SQLite file. The
+        file is opened only if its size isn't a DuckDB file's, because of the locks.
+        """
+        with os_errors(self.path, writing=False):
+            if self.path.stat().st_size % BLOCK == HEADER:
+                return
+            with self.path.open("rb") as file:
+                start = file.read(12)
+        if start[8:] != b"DUCK":
+            raise self._not_duckdb("it does not begin like one")
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Open for reading, for the length of the `with`.
@@ -117,6 +134,7 @@ class Database:
 
         Raises what `reading` raises for a file that is no store, or a newer one.
         """
+        self.refuse_foreign()
         try:
             con = duckdb.connect(str(self.path), read_only=True)
         except duckdb.Error as error:
@@ -158,6 +176,7 @@ class Database:
         try:
             if not self.exists():
                 self._create()
+            self.refuse_foreign()
             found = self._open_to_write(deadline)
             if isinstance(found, Held):
                 yield found
@@ -221,6 +240,7 @@ class Database:
         return filelock.FileLock(self.lock_path)
 
     def _open_to_read(self) -> duckdb.DuckDBPyConnection:
+        self.refuse_foreign()
         started = time.monotonic()
         held_since = None
         while True:
@@ -310,19 +330,23 @@ class Database:
             program=held.program,
         )
 
+    def _not_duckdb(self, reason: str) -> StoreError:
+        return StoreError(
+            "store_not_duckdb",
+            f"{self.path} is no DuckDB file, so no store; choose another path (--store, "
+            "CIRCUITLAB_STORE)",
+            path=str(self.path),
+            reason=reason,
+        )
+
     def _typed(self, error: duckdb.Error) -> StoreError | None:
         text, path = str(error), str(self.path)
         facts = {"path": path, "reason": text.splitlines()[0] if text else ""}
         held = Held.by(error)
         if held is not None:
             return self._held(held)
-        if "not a valid DuckDB" in text or "sqlite_scanner" in text:
-            return StoreError(
-                "store_not_duckdb",
-                f"{path} is no DuckDB file, so no store; choose another path (--store, "
-                "CIRCUITLAB_STORE)",
-                **facts,
-            )
+        if "not a valid DuckDB" in text:
+            return self._not_duckdb(facts["reason"])
         if "newer version of DuckDB" in text or "version number" in text:
             return StoreError(
                 "store_newer_duckdb",

@@ -102,7 +102,8 @@ def rows_sql(table: str) -> str:
     else:
         columns, joined = _plain(table), ""
     return (
-        f"select ?::integer, q.file_row_number::integer, {columns}{more} "
+        "select ?::integer as run_no, q.file_row_number::integer as row, "
+        f"{columns}{more} "
         f"from {_SOURCE} {joined} order by q.file_row_number"
     )
 
@@ -179,14 +180,14 @@ def _fold_run(
     con.execute("begin")
     try:
         number = _next(con, "run", "run_no")
-        _insert(con, "run", RUN, [run_row(part.head)], number)
+        _insert(con, "run", RUN, run_row(part.head), number)
         for table, facts in part.files.items():
             path = part.path(table)
             if table == "act":
                 con.execute(NEW_SITES, [path])
             if names_first:
                 _add_names(con, part, table)
-            query = f"insert into {table} {rows_sql(table)}"
+            query = f"insert into {table} by name {rows_sql(table)}"
             put = con.execute(query, [number, path]).fetchall()[0][0]
             if put != facts["rows"] and not names_first:
                 con.execute("rollback")
@@ -240,9 +241,10 @@ def _fold_dataset(con: duckdb.DuckDBPyConnection, part: Part) -> None:
     con.execute("begin")
     try:
         number = _next(con, "dataset", "dataset_no")
-        _insert(con, "dataset", DATASET, [dataset_row(part)], number)
+        _insert(con, "dataset", DATASET, dataset_row(part), number)
         con.execute(
-            f"insert into prompt select ?::integer, {_plain('prompt')} from "
+            f"insert into prompt by name "
+            f"select ?::integer as dataset_no, {_plain('prompt')} from "
             f"{_SOURCE} order by q.file_row_number",
             [number, part.path("prompt")],
         )
@@ -289,7 +291,9 @@ def fold_events(con: duckdb.DuckDBPyConnection, events: Sequence[Event]) -> None
     if not events:
         return
     con.register("said", pa.Table.from_pylist([e.row() for e in events], EVENT))
-    con.execute("insert into event select * from said anti join event using (event_id)")
+    con.execute(
+        "insert into event by name select * from said anti join event using (event_id)"
+    )
     con.unregister("said")
 
 
@@ -316,15 +320,11 @@ def _next(con: duckdb.DuckDBPyConnection, table: str, column: str) -> int:
 
 
 def _insert(
-    con: duckdb.DuckDBPyConnection,
-    table: str,
-    schema: pa.Schema,
-    rows: list[dict],
-    number: int,
+    con: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, row: dict, no: int
 ) -> None:
-    names = ", ".join(_quoted(name) for name in schema.names)
-    con.register("new_rows", pa.Table.from_pylist(rows, schema))
-    con.execute(
-        f"insert into {table} select ?::integer, {names} from new_rows", [number]
+    con.register("new_row", pa.Table.from_pylist([row], schema))
+    query = (
+        f"insert into {table} by name select ?::integer as {table}_no, * from new_row"
     )
-    con.unregister("new_rows")
+    con.execute(query, [no])
+    con.unregister("new_row")

@@ -7,7 +7,6 @@ definition of a view counts.
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Migration:
 
 def store_files(kind: str) -> Path:
     """The folder `schema` or `queries`: in the wheel, or in a source checkout."""
-    package = Path(str(importlib.resources.files("circuitlab")))
+    package = Path(__file__).parent
     places = [package / "_store" / kind, package.parents[1] / "store" / kind]
     for place in places:
         if place.is_dir():

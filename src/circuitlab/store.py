@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from circuitlab.database import Database, Held
 from circuitlab.errors import ArgumentError, StoreError
-from circuitlab.folders import LocalFolder, RemoteFolder
+from circuitlab.folders import LocalFolder, RemoteFolder, os_errors
 from circuitlab.folding import Folded, fold_spool
 from circuitlab.migrations import Migration, migrate, migrations, views
 from circuitlab.overlay import lay_over
@@ -78,6 +78,7 @@ class Store:
         self._steps = migrations() if steps is None else steps
         self._saved = False
         self._probed = False
+        self._current = False
         self.database: Database | None = None
         folder: Folder
         if "://" in where:
@@ -85,7 +86,8 @@ class Store:
             self.path = folder.url
         else:
             file = Path(where).expanduser().absolute()
-            file = file / FILE if file.is_dir() else file
+            with os_errors(file, writing=False):
+                file = file / FILE if file.is_dir() else file
             folder = LocalFolder(file.with_name(file.name + ".spool"))
             self.database = Database(file, self._steps, wait)
             self.path = str(file)
@@ -350,12 +352,14 @@ class Store:
         if self.database.exists():
             _, wrong = check_database(self.database, deep=True)
             codes = {problem.code for problem in wrong}
-            ours = self.database.lock_path.exists()
+            ours = self.database.journal_path.exists()
             if "store_corrupt" in codes or ("store_not_duckdb" in codes and ours):
                 with self.database.exclusive() as database:
                     rebuild(database, self.spool, report)
             elif wrong:
-                raise StoreError(wrong[0].code, wrong[0].text, path=self.path)
+                # Held, newer, or never a store: the error says so itself.
+                with self.database.reading():
+                    pass
         self.fold(None)
         return report
 
@@ -457,10 +461,10 @@ class Store:
             log.info("%s (pid %s) has the store open", found.held_by, found.pid)
 
     def _bring_up_to_date(self) -> None:
-        """Apply migrations before reading, where this process may write."""
+        """Apply migrations before the first read, where this process may write."""
         assert self.database is not None
-        if not self._probed:
+        if not self._current:
             with contextlib.suppress(StoreError):
                 if self.database.outdated():
                     self.fold(FOLD_SECONDS)
-            self._probed = True
+            self._current = True
