@@ -12,12 +12,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from circuitlab import interventions as interventions
     from circuitlab import tasks as tasks
     from circuitlab.ablations import Mean as Mean
     from circuitlab.ablations import Patch as Patch
     from circuitlab.ablations import Resample as Resample
     from circuitlab.ablations import Zero as Zero
+    from circuitlab.acdc import acdc as acdc
     from circuitlab.backends import load_model as load_model
+    from circuitlab.calibrate import calibrate as calibrate
     from circuitlab.circuits import Circuit as Circuit
     from circuitlab.circuits import cumulative_mass as cumulative_mass
     from circuitlab.circuits import greedy as greedy
@@ -27,13 +30,18 @@ if TYPE_CHECKING:
     from circuitlab.circuits import top_fraction as top_fraction
     from circuitlab.circuits import top_k as top_k
     from circuitlab.circuits import top_nodes as top_nodes
-    from circuitlab.edges import EAP as EAP
-    from circuitlab.edges import EAPIG as EAPIG
-    from circuitlab.edges import CleanCorrupted as CleanCorrupted
+    from circuitlab.edges import combine as combine
     from circuitlab.edges import edge_scores as edge_scores
     from circuitlab.errors import CircuitlabError as CircuitlabError
     from circuitlab.evaluate import curve as curve
     from circuitlab.evaluate import evaluate as evaluate
+    from circuitlab.graph import component_graph as component_graph
+    from circuitlab.interchange import export_circuit as export_circuit
+    from circuitlab.interchange import import_circuit as import_circuit
+    from circuitlab.methods import EAP as EAP
+    from circuitlab.methods import EAPIG as EAPIG
+    from circuitlab.methods import CleanCorrupted as CleanCorrupted
+    from circuitlab.methods import Exact as Exact
     from circuitlab.metrics import Metric as Metric
     from circuitlab.metrics import accuracy as accuracy
     from circuitlab.metrics import answer_logprob as answer_logprob
@@ -43,15 +51,23 @@ if TYPE_CHECKING:
     from circuitlab.metrics import normalised as normalised
     from circuitlab.metrics import prob_diff as prob_diff
     from circuitlab.prompts import Prompts as Prompts
+    from circuitlab.reads import read as read
+    from circuitlab.store import Store as Store
     from circuitlab.tables import EdgeTable as EdgeTable
+    from circuitlab.targets import seed as seed
+    from circuitlab.trace import capture as capture
+    from circuitlab.validate import validate as validate
 
 _HOMES = {
-    "tasks": "tasks",
+    "interventions": "",
+    "tasks": "",
     "Mean": "ablations",
     "Patch": "ablations",
     "Resample": "ablations",
     "Zero": "ablations",
+    "acdc": "acdc",
     "load_model": "backends",
+    "calibrate": "calibrate",
     "Circuit": "circuits",
     "cumulative_mass": "circuits",
     "greedy": "circuits",
@@ -61,13 +77,18 @@ _HOMES = {
     "top_fraction": "circuits",
     "top_k": "circuits",
     "top_nodes": "circuits",
-    "CleanCorrupted": "edges",
-    "EAP": "edges",
-    "EAPIG": "edges",
+    "combine": "edges",
     "edge_scores": "edges",
     "CircuitlabError": "errors",
     "curve": "evaluate",
     "evaluate": "evaluate",
+    "component_graph": "graph",
+    "export_circuit": "interchange",
+    "import_circuit": "interchange",
+    "EAP": "methods",
+    "EAPIG": "methods",
+    "CleanCorrupted": "methods",
+    "Exact": "methods",
     "Metric": "metrics",
     "accuracy": "metrics",
     "answer_logprob": "metrics",
@@ -77,8 +98,14 @@ _HOMES = {
     "normalised": "metrics",
     "prob_diff": "metrics",
     "Prompts": "prompts",
+    "read": "reads",
+    "Store": "store",
     "EdgeTable": "tables",
+    "seed": "targets",
+    "capture": "trace",
+    "validate": "validate",
 }
+"""Where each public name lives; a module of its own where that is empty."""
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -86,8 +113,8 @@ __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'circuitlab' has no attribute {name!r}")
-    home = importlib.import_module(f"circuitlab.{_HOMES[name]}")
-    value = home if name == _HOMES[name] == "tasks" else getattr(home, name)
+    home = importlib.import_module(f"circuitlab.{_HOMES[name] or name}")
+    value = getattr(home, name) if _HOMES[name] else home
     globals()[name] = value
     return value
 
@@ -100,7 +127,7 @@ class _Package(ModuleType):
     """Keeps a public name its own where a module is called the same (`evaluate`)."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and name in _HOMES and name != "tasks":
+        if isinstance(value, ModuleType) and _HOMES.get(name):
             return
         super().__setattr__(name, value)
 
