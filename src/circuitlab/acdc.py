@@ -28,8 +28,8 @@ from circuitlab.checkpoint import Checkpoint
 from circuitlab.circuit_state import heads_are_coupled, prepare
 from circuitlab.circuits import SCHEMA, Circuit, top_fraction
 from circuitlab.edges import edge_scores
-from circuitlab.methods import EAPIG
 from circuitlab.errors import ArgumentError, DataError
+from circuitlab.methods import EAPIG
 from circuitlab.metrics import Metric, kl
 from circuitlab.prompts import Prompts
 from circuitlab.sites import ModelShape
@@ -181,9 +181,7 @@ def hierarchical_acdc(
     model = as_backend(model)
     metric = metric or kl()
     if scores is None:
-        scores = edge_scores(
-            model, prompts, metric, method=EAPIG(5), ablation=ablation
-        )
+        scores = edge_scores(model, prompts, metric, method=EAPIG(5), ablation=ablation)
     start = top_fraction(scores, fraction, rank="magnitude")
     found = acdc(model, prompts, metric, threshold, start, ablation=ablation, **options)
     facts = {"within": start.provenance, "fraction": fraction}
@@ -266,7 +264,7 @@ def _result(
     run = replace(run, policy={**run.policy, "method_options": options})
     senders, receivers = shape.edge_indices
     change = branch.change[senders, receivers]
-    status = np.where(np.isnan(change), "unavailable", "ok")
+    status = np.where(np.isnan(change), "unavailable", "ok").tolist()
     decisions = EdgeTable(edge_rows(shape, change, None, run.n, status), run)
     edges = frozenset(shape.names_of(branch.mask))
     provenance = {
@@ -284,9 +282,7 @@ def _result(
         "pruned": False,
         **run.provenance,
     }
-    return AcdcResult(
-        threshold, Circuit(edges, shape, run, provenance), decisions
-    )
+    return AcdcResult(threshold, Circuit(edges, shape, run, provenance), decisions)
 
 
 # --- the search ---

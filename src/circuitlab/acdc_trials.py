@@ -221,4 +221,4 @@ class WholePasses:
 
 def components_of(model: Backend, mask: np.ndarray) -> int:
     """How many head and MLP outputs one whole pass of a circuit computes."""
-    return int(mask.any(1)[1:].sum())
+    return int(mask[1:].any(1).sum())

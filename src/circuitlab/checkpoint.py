@@ -42,7 +42,9 @@ class Checkpoint:
             return
         found, *self.steps = lines
         if canonical_json(found) != canonical_json(dict(head)):
-            differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
+            differing = sorted(
+                k for k in {*found, *head} if found.get(k) != head.get(k)
+            )
             raise DataError(
                 "checkpoint_mismatch",
                 f"{self.path} is of another computation (it differs in "

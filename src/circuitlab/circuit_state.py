@@ -43,11 +43,7 @@ def prepare(model: Backend, rows: Rows, metric: Metric) -> Chunk:
     batch = rows.clean
     positions = batch.last if metric.positions == "last" else None
     full = model.run(batch, positions=positions)
-    if full.shape[1] == 1:
-        last = full[:, 0]
-    else:
-        last = full[torch.arange(len(batch), device=full.device), batch.last]
-    batch = replace(batch, clean_logits=last)
+    batch = with_clean_logits(batch, full, metric)
     return Chunk(batch, ablated_side(model, rows.ablated, batch), positions)
 
 
@@ -139,13 +135,13 @@ class Wiring:
 
     def alive(self, mask: np.ndarray) -> np.ndarray:
         """The receivers whose component a kept edge leaves; the logits are alive."""
-        found = (self.feeds & mask.any(1)).any(1)
+        found = np.asarray((self.feeds & mask.any(1)).any(1))
         found[self.logits] = True
         return found
 
     def plan(self, mask: np.ndarray, column: int | None) -> Plan:
         """What changes under a mask when one receiver's input does (None: all)."""
-        active, alive = mask.any(1), self.alive(mask)
+        active, alive = np.asarray(mask.any(1)), self.alive(mask)
         hot = np.zeros(len(alive), dtype=bool)
         hot[slice(None) if column is None else column] = True
         hot &= alive

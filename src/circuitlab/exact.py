@@ -31,7 +31,7 @@ from circuitlab.backends import (
     require,
 )
 from circuitlab.checkpoint import Checkpoint
-from circuitlab.metrics import Metric
+from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.prompts import Prompts
 from circuitlab.senders import Collector, expand
 from circuitlab.tables import EdgeTable, Run, edge_rows, now, versions
@@ -70,7 +70,8 @@ def exact_effects(
     asked = shape.edge_mask if edges is None else shape.mask_of(list(edges))
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     started, clock = now(), time.perf_counter()
-    size = batch_size or _chunk(model, prompts, memory_budget)
+    size = _chunk(model, prompts, memory_budget) if batch_size is None else batch_size
+    size = require_count("batch_size_invalid", "batch_size", size)
     run = Run(
         kind="edge",
         model=model.info,
@@ -133,7 +134,8 @@ class _Sums:
         self.evaluations = 0
         self.done = 0
         self._kept = {
-            (step["start"], step["receiver"]): step for step in (log.steps if log else [])
+            (step["start"], step["receiver"]): step
+            for step in (log.steps if log else [])
         }
 
     def add(self, patcher: Patcher, report: Callable[[int], Any]) -> None:
@@ -201,7 +203,7 @@ class Patcher:
         collector = Collector(model)
         taps = [*_looks(model, seen), *collector.taps()]
         logits = model.run(batch, taps, positions=self.positions)
-        self.batch = replace(batch, clean_logits=_at_last(logits, batch))
+        self.batch = with_clean_logits(batch, logits, metric)
         self.full = self._metric(logits, self.batch)
         self.clean = _clean(model, seen)
         clean = collector.values()
@@ -310,9 +312,3 @@ def _clean(model: Backend, seen: dict[Any, Tensor]) -> _Clean:
         tuple(seen.get(("mlp", i)) for i in layers),
         seen["final"],
     )
-
-
-def _at_last(logits: Tensor, batch: TokenBatch) -> Tensor:
-    if logits.shape[1] == 1:
-        return logits[:, 0]
-    return logits[torch.arange(len(batch), device=logits.device), batch.last]

@@ -1,0 +1,52 @@
+"""ROC curves of circuits against a known one."""
+
+from __future__ import annotations
+
+import pytest
+
+import circuitlab as cl
+from circuitlab.errors import CircuitlabError
+from circuitlab.roc import roc
+from circuitlab.sites import ModelShape
+
+SHAPE = ModelShape(2, 2, 2, 8, 4, 11)
+KNOWN = cl.Circuit.from_edges(
+    ["input->m0", "m0->logits", "m0->m1", "m1->logits"], SHAPE
+)
+EVERY = cl.Circuit(frozenset(SHAPE.edge_names), SHAPE)
+
+
+def test_a_perfect_circuit_has_area_one_and_everything_half():
+    assert roc([KNOWN], KNOWN).auc == 1.0
+    assert roc([EVERY], KNOWN).auc == 0.5
+    assert roc([KNOWN.complement()], KNOWN).auc == pytest.approx(0.5)
+    found = roc([KNOWN, EVERY], KNOWN)
+    assert (found.n_universe, found.n_known) == (SHAPE.n_edges, 4)
+    assert found.rows["true_positive_rate"].to_pylist() == [1.0, 1.0]
+
+
+def test_points_that_are_beaten_do_not_count():
+    good = cl.Circuit.from_edges(["input->m0", "m0->logits"], SHAPE)
+    bad = cl.Circuit.from_edges(["input->m0", "input->m1", "a0.h0->m1"], SHAPE)
+    assert roc([good, bad], KNOWN).auc == roc([good], KNOWN).auc == 0.75
+
+
+def test_the_universe_is_stated():
+    start = cl.Circuit.from_edges(
+        ["input->m0", "m0->logits", "input->m1", "a0.h0->m1"], SHAPE
+    )
+    found = roc([KNOWN], KNOWN, universe=start)
+    assert (found.n_universe, found.n_known) == (4, 2)
+    assert found.rows["outside"].to_pylist() == [2]
+    assert found.rows["false_positive_rate"].to_pylist() == [0.0]
+
+
+def test_refusals():
+    for circuit in (EVERY, cl.Circuit.from_edges([], SHAPE)):
+        with pytest.raises(CircuitlabError) as refused:
+            roc([KNOWN], circuit)
+        assert refused.value.code == "known_circuit_empty"
+    loose = cl.Circuit.from_edges(["input->m0"])
+    with pytest.raises(CircuitlabError) as refused:
+        roc([loose], loose)
+    assert refused.value.code == "universe_unknown"
