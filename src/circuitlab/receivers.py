@@ -152,16 +152,18 @@ class GradientSum:
     def groups(self) -> Iterator[Group]:
         """Yield the gradients at the receivers' pre-norm inputs, in order.
 
-        Several layers make one group: matrix products want many receivers at once.
+        Several layers make one group: matrix products want many receivers at once. A
+        group's gradient is overwritten by the next one.
         """
         shape = self.model.shape
         per_layer = len(shape.columns(0, "q")) + 2 * shape.n_kv_heads + 1
         step = max(1, RECEIVERS_AT_ONCE // per_layer)
+        buffer = self._buffer(min(step, shape.n_layers) * per_layer)
         for first in range(0, shape.n_layers, step):
             layers = range(first, min(first + step, shape.n_layers))
             parts = [part for layer in layers for part in self._parts(layer)]
             if parts:
-                yield self._group(parts)
+                yield self._group(parts, buffer)
         if self._logits is not None:
             columns = np.array([shape.receiver_index["logits"]])
             yield Group(columns, self._logits[None], self._positions)
@@ -170,12 +172,19 @@ class GradientSum:
         ports = [(layer, port) for port in PORTS if (layer, port) in self._ports]
         return [*ports, (layer, "in")] if layer in self._mlps else ports
 
-    def _group(self, parts: Sequence[tuple[int, str]]) -> Group:
+    def _buffer(self, receivers: int) -> Tensor | None:
+        """One buffer that every group is written into in turn."""
+        like = next(iter([*self._mlps.values(), *self._cotangents()]), None)
+        if like is None:
+            return None
+        return like.new_empty(receivers, *like.shape[:2], self.model.shape.d_model)
+
+    def _group(self, parts: Sequence[tuple[int, str]], buffer: Tensor | None) -> Group:
         shape = self.model.shape
         own = [shape.columns(layer, port) for layer, port in parts]
         columns = np.concatenate(own)
-        like = next(iter([*self._mlps.values(), *self._cotangents()]))
-        out = like.new_empty(len(columns), *like.shape[:2], shape.d_model)
+        assert buffer is not None
+        out = buffer[: len(columns)]
         start = 0
         for (layer, port), some in zip(parts, own, strict=True):
             stop = start + len(some)

@@ -13,7 +13,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -302,6 +302,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
+@lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Versions of circuitlab and of what its numbers depend on."""
     found = {"python": platform.python_version()}
@@ -424,7 +425,7 @@ def edge_rows(
     errors = np.full(count, np.nan) if stderr is None else stderr
     no_error = missing | np.isnan(errors)
     columns = {
-        **_name_columns(shape, senders, receivers),
+        **_name_columns(shape),
         "position": pa.nulls(count, pa.int32()),
         "sample_id": pa.nulls(count, pa.string()),
         "score": pa.array(score, pa.float64(), mask=missing),
@@ -435,9 +436,9 @@ def edge_rows(
     return pa.table([columns[name] for name in EDGE.names], schema=EDGE)
 
 
-def _name_columns(
-    shape: ModelShape, senders: np.ndarray, receivers: np.ndarray
-) -> dict[str, pa.Array]:
+@lru_cache(maxsize=8)
+def _name_columns(shape: ModelShape) -> dict[str, pa.Array]:
+    senders, receivers = shape.edge_indices
     sender = pa.array([c.name for c in shape.senders])
     reader = pa.array([r.component.name for r in shape.receivers])
     port = pa.array([r.port for r in shape.receivers])

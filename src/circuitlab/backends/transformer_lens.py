@@ -56,6 +56,7 @@ class TransformerLensModel:
         self.stream = Site("blocks.0", "in")
         self.final_stream = Site("ln_final", "in")
         self.final_out = Site("ln_final", "out")
+        self._modules = list(bridge.modules())
         self._digest: tuple[tuple[int, ...], str] | None = None
         self._facts: dict[tuple[str, tuple[bool, ...]], Any] = {}
 
@@ -166,7 +167,7 @@ class TransformerLensModel:
         padded = not bool(batch.mask.all())
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(_eval_mode(self.bridge))
+            stack.enter_context(_eval_mode(self._modules))
             if self.dtype == torch.float64:
                 stack.enter_context(StayDouble())
             rows, length = batch.tokens.shape
@@ -397,8 +398,8 @@ class StayDouble(TorchFunctionMode):
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
+def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    training = [module for module in modules if module.training]
     for module in training:
         module.training = False
     try:
