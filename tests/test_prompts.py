@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from circuitlab.encoding import Encoder
 from circuitlab.errors import ArgumentError, CircuitlabError, DataError
@@ -234,6 +235,23 @@ def test_a_backend_that_changed_its_tokenizer_says_so(tmp_path):
     path = write(tmp_path / "p.jsonl", ROWS)
     changed = SimpleNamespace(tokenizer=word_tokenizer(TEXTS, bos=True), adds_bos=False)
     assert not Prompts.from_file(path, changed).prepend_bos
+
+
+def test_a_model_that_made_its_tokenizer_add_bos_is_seen_through(tmp_path):
+    path = write(tmp_path / "p.jsonl", ROWS)
+    for adds in (False, True):
+        folder = tmp_path / str(adds)
+        word_tokenizer(TEXTS, bos=adds).save_pretrained(folder)
+        fresh = PreTrainedTokenizerFast.from_pretrained(folder)
+        changed = PreTrainedTokenizerFast.from_pretrained(folder, add_bos_token=True)
+        changed.backend_tokenizer.post_processor = word_tokenizer(
+            TEXTS, bos=True
+        ).backend_tokenizer.post_processor
+        assert fresh.encode(" he")[0] == fresh.bos_token_id or not adds
+        assert changed.encode(" he")[0] == changed.bos_token_id
+        bridge = SimpleNamespace(tokenizer=changed)
+        assert Prompts.from_file(path, bridge).prepend_bos is adds
+        assert Prompts.from_file(path, changed).prepend_bos
 
 
 def test_bos_without_a_bos_token_is_refused(tmp_path):

@@ -30,7 +30,8 @@ class Encoder:
         """Take the tokenizer of a model (or a tokenizer itself).
 
         `prepend_bos=None` is what a freshly loaded tokenizer does to plain text. A
-        backend may have changed its tokenizer since; it says so by `adds_bos`.
+        model may have changed its tokenizer since: one that says `adds_bos` is believed,
+        another's tokenizer is read from its files again.
 
         Raises ArgumentError `tokenizer_missing`, `bos_token_missing`.
         """
@@ -123,5 +124,18 @@ def _adds_bos(model: Any, tokenizer: Any) -> bool:
     said = getattr(model, "adds_bos", None)
     if isinstance(said, bool):
         return said
+    if model is not tokenizer and tokenizer.init_kwargs.get("add_bos_token"):
+        # TransformerLens makes every tokenizer add BOS; only the files say what it was.
+        tokenizer = _fresh(tokenizer)
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer.encode("one")[:1] == [bos]
+
+
+def _fresh(tokenizer: Any) -> Any:
+    """The tokenizer as its files have it, or itself where they are out of reach."""
+    try:
+        return type(tokenizer).from_pretrained(
+            tokenizer.name_or_path, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return tokenizer
