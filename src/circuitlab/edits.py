@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
@@ -220,7 +221,7 @@ def _taps(model: Backend, found: Resolved, verbs: tuple[Verb, ...]) -> Iterator[
         if site.through is None:
             yield Tap(site.site, fire)
         else:
-            last.append(_through(model, found, site, fire))
+            last.append(_through(found, site, fire))
             watched[f"blocks.{site.layer}.hook_in"] = names[
                 f"blocks.{site.layer}.hook_in"
             ]
@@ -282,18 +283,23 @@ def _require_same(new: Any, value: Tensor, site: SiteInfo, verb: Verb) -> None:
             value=found,
             expected=expected,
         )
+    if bool(torch.isnan(new).any()) and not bool(torch.isnan(value).any()):
+        raise ArgumentError(
+            "edit_result_not_finite",
+            f"{verb.name} at {site.name} gave NaN (attention scores hold −inf where a "
+            "token is masked: edit the pattern instead)",
+            site=site.name,
+            verb=verb.name,
+        )
 
 
-def _through(
-    model: Backend, found: Resolved, site: SiteInfo, fire: Callable[[Tensor], Tensor]
-) -> Tap:
+def _through(found: Resolved, site: SiteInfo, fire: Callable[[Tensor], Tensor]) -> Tap:
     """Write the stream between attention and MLP: change what the attention adds.
 
     Both of the stream's branches, the MLP's and the skip, then see the new value.
     """
     assert site.through is not None
-    assert site.layer is not None
-    start, rate = f"blocks.{site.layer}.hook_in", model.mlp_scale(site.layer)
+    start, rate = f"blocks.{site.layer}.hook_in", site.rate
 
     def write(added: Tensor) -> Tensor:
         assert found.current is not None

@@ -261,10 +261,13 @@ def _resid_mid(
     assert start is not None
     assert end is not None
     assert step is not None
-    off = (start + model.mlp_scale(layer) * step - end.reshape(start.shape)).abs().max()
-    if off > _TOLERANCE.get(model.dtype, 0.1) * end.abs().max():
-        text = (
-            f"it is not the block's input plus {added.name} (off by {float(off):.2g})"
-        )
+    scale = model.mlp_scale(layer)
+    off, rate = min(
+        (float((start + r * step - end.reshape(start.shape)).abs().max()), r)
+        for r in (1.0, scale)
+    )
+    if off > _TOLERANCE.get(model.dtype, 0.1) * float(end.abs().max()):
+        text = f"it is not the block's input plus {added.name} (off by {off:.2g})"
         return replace(site, reason=text)
-    return replace(site, passes=1, writable=added.writable, through=added.name)
+    written = replace(site, through=added.name, rate=rate)
+    return replace(written, passes=1, writable=added.writable)

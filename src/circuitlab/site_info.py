@@ -7,6 +7,7 @@ they are only held and looked up.
 from __future__ import annotations
 
 import difflib
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,8 @@ class SiteInfo:
     and `sizes` describe the labelled view (None: it varies by batch). `passes` counts
     how often it fired in one forward; `gate` is the call that would make it fire.
     `writable`: a value written here reaches the logits. `through` names the site where
-    this one is really written and differentiated (`hook_resid_mid` only).
+    this one is really written and differentiated (`hook_resid_mid` only): the stream is
+    the block's input plus `rate` times the value there.
     """
 
     name: str
@@ -43,6 +45,7 @@ class SiteInfo:
     gate: str | None = None
     writable: bool = False
     through: str | None = None
+    rate: float = 1.0
     point: str | None = None
     reason: str | None = None
 
@@ -175,17 +178,15 @@ class Inventory:
         return site
 
     def nearest(self, name: str, n: int = 5) -> list[str]:
-        """The known names most like `name`, best first.
+        """The known names most like `name`, best first: by the last part and the whole."""
+        last = name.rpartition(".")[2]
 
-        Layers and heads are left out of the likeness: a right name of a layer that the
-        model lacks is near to the same name elsewhere.
-        """
-        close = difflib.get_close_matches(name, list(self.names), n=n, cutoff=0.6)
-        if close:
-            return close
-        last = name.rsplit(".", 1)[-1].strip("*")
-        inside = [known for known in self.names if last and last in known]
-        return inside[:n] or difflib.get_close_matches(name, list(self.names), n, 0.3)
+        def likeness(known: str) -> float:
+            whole = difflib.SequenceMatcher(None, name, known).ratio()
+            end = difflib.SequenceMatcher(None, last, known.rpartition(".")[2]).ratio()
+            return whole + end
+
+        return heapq.nlargest(n, self.names, key=likeness)
 
     def preview(self, pattern: str) -> list[dict[str, Any]]:
         """What a pattern expands to, as plain rows, also for sites that don't fire."""
