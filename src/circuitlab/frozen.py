@@ -53,7 +53,7 @@ def warn_once(text: str) -> None:
     """Give a warning once per process."""
     if text not in _given:
         _given.add(text)
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warnings.warn(text, UserWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ def named_sites(trace: Trace, named: Any) -> Masked:
 
 
 def _of_selection(trace: Trace, selection: SiteSelection) -> dict[str, Any]:
-    selection.check(trace.model.info.weights_digest, trace.inventory_digest)
+    selection.check(trace.info.weights_digest, trace.inventory_digest)
     found: dict[str, Any] = {}
     for place in selection.places:
         record = trace.records[place]

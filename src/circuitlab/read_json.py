@@ -78,21 +78,19 @@ def dump(table: ReadTable) -> str:
     return text + "\n"
 
 
-def load_file(path: Path) -> ReadTable:
-    """Read a file. Raises DataError `read_table_artifact_invalid`."""
+def read_file(path: Path) -> bytes:
+    """A file's bytes. Raises DataError `read_table_artifact_invalid`."""
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
             _refuse(f"the file has {size:,} bytes; at most {MAX_BYTES:,} are read")
-        return load(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         _refuse(f"the file can't be read: {error.strerror}", path=str(path))
 
 
-def load(text: str | bytes) -> ReadTable:
-    """Read a table back. Raises DataError `read_table_artifact_invalid`."""
-    from circuitlab.read_table import ReadTable
-
+def parse(text: str | bytes) -> tuple[pa.Table, Run]:
+    """The rows and the run of a table. Raises `read_table_artifact_invalid`."""
     value = _parsed(text)
     wanted = {"schema_version", "provenance", "rows"}
     _keys(value, wanted, "the table", optional={"circuitlab"})
@@ -117,10 +115,9 @@ def load(text: str | bytes) -> ReadTable:
     }
     run = _run(ours.get("run"), provenance, rows)
     columns = ours.get("columns") or {name: [None] * len(rows) for name in _OURS}
+    _check_unique(rows)
     try:
-        return ReadTable(_table(rows, columns), run)
-    except CircuitlabError as error:
-        _refuse(str(error), reason=error.code)
+        return _table(rows, columns), run
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         _refuse(f"a column has a value of a wrong type: {error}")
 
@@ -293,6 +290,15 @@ def _one_kind(rows: list[dict[str, Any]]) -> None:
     kinds = {row["kind"] for row in rows}
     if len(kinds) > 1:
         _refuse("a table holds ACT or EDGE rows, not both", value=sorted(kinds))
+
+
+def _check_unique(rows: list[dict[str, Any]]) -> None:
+    seen: set[tuple[Any, ...]] = set()
+    for number, row in enumerate(rows):
+        key = (row["target_id"], row["address"])
+        if key in seen:
+            _refuse(f"row {number} repeats the key {key}", row=number, value=key)
+        seen.add(key)
 
 
 # --- what is ours ---

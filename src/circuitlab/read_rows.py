@@ -78,7 +78,7 @@ def facts_of(
     ]
     masks = {s: m for s, m in enumerate(population.masks) if m is not None}
     return ReadFacts(
-        model=trace.model.info,
+        model=trace.info,
         prompts=trace.prompts,
         sites=_site_columns(trace, population.records),
         targets=tuple(targets or [(None, "activation", {})]),
@@ -143,8 +143,16 @@ def _provenance(
         "result_bytes": sum(v.numel() * v.element_size() for v in values),
         "sample_count": len(trace.batch),
         "inventory_digest": trace.inventory_digest,
+        "spellings": _spellings(trace, population.records),
         "warnings": list(warnings),
     }
+
+
+def _spellings(trace: Trace, records: Sequence[SiteRecord]) -> dict[str, list[str]]:
+    """What else the sites are called, so that a loaded table knows it too."""
+    names = trace.inventory.names
+    known = [names[r.site] for r in records if r.site in names]
+    return {i.name: list(i.spellings[1:]) for i in known if len(i.spellings) > 1}
 
 
 def _alias_groups(records: Sequence[SiteRecord]) -> dict[tuple[int, int], list[int]]:

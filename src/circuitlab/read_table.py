@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from circuitlab import read_json
 from circuitlab.errors import ArgumentError, DataError
 from circuitlab.ranking import Request
 from circuitlab.read_edges import edges_from_rows, rows_from_edges
@@ -27,7 +28,6 @@ from circuitlab.tables import ACT, EdgeTable, Run
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA_VERSION = "read_table_v1"
 Address = tuple[Any, ...]
 Key = tuple[str | None, str, Address]
 
@@ -101,7 +101,7 @@ class ReadTable(Mapping[Key, ReadRow]):
     masks_by_row: Mapping[int, Any] = field(default_factory=dict)
     binding: Binding | None = None
 
-    schema_version = SCHEMA_VERSION
+    schema_version = read_json.SCHEMA_VERSION
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -156,7 +156,8 @@ class ReadTable(Mapping[Key, ReadRow]):
         text = self.rows["address"].to_pylist()
         sites = self.rows["site"].to_pylist()
         found = [i for i, address in enumerate(text) if address == name]
-        found = found or [i for i, site in enumerate(sites) if site == name]
+        site = self._spellings.get(name, name)
+        found = found or [i for i, known in enumerate(sites) if known == site]
         if len(found) == 1:
             return found[0]
         if not found:
@@ -170,6 +171,15 @@ class ReadTable(Mapping[Key, ReadRow]):
             value=name,
             expected=[self._keys[i] for i in found[:20]],
         )
+
+    @cached_property
+    def _spellings(self) -> dict[str, str]:
+        """Other names of sites, and module paths, which stand for their outputs."""
+        known = dict.fromkeys(self.rows["site"].to_pylist())
+        out = ".hook_out"
+        found = {s.removesuffix(out): s for s in known if s and s.endswith(out)}
+        spelled = self.provenance.get("spellings") or {}
+        return found | {o: site for site, others in spelled.items() for o in others}
 
     def _row(self, row: int) -> ReadRow:
         found = self.rows.slice(row, 1).to_pylist()[0]
@@ -464,10 +474,8 @@ class ReadTable(Mapping[Key, ReadRow]):
 
     def to_json(self) -> str:
         """The table as JSON `read_table_v1`. Raises `read_table_not_portable`."""
-        from circuitlab.read_json import dump
-
         self._require_portable()
-        return dump(self)
+        return read_json.dump(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> ReadTable:
@@ -475,9 +483,7 @@ class ReadTable(Mapping[Key, ReadRow]):
 
         Raises DataError `read_table_artifact_invalid`.
         """
-        from circuitlab.read_json import load
-
-        return load(text)
+        return ReadTable(*read_json.parse(text))
 
     def save(self, path: str | Path) -> Path:
         """Write `to_json` to a file, whole or not at all."""
@@ -490,9 +496,7 @@ class ReadTable(Mapping[Key, ReadRow]):
     @staticmethod
     def load(path: str | Path) -> ReadTable:
         """Read a file of `save`. Raises as `from_json`, also for a missing file."""
-        from circuitlab.read_json import load_file
-
-        return load_file(Path(path))
+        return ReadTable.from_json(read_json.read_file(Path(path)))
 
     def _repr_html_(self) -> str:
         title = f"<p>{len(self):,} rows, {len(self.target_ids)} target(s)</p>"

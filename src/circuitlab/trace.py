@@ -30,7 +30,7 @@ from circuitlab.inventory import inventory
 from circuitlab.prompts import Prompts
 from circuitlab.site_info import Inventory, SiteInfo
 from circuitlab.sites import site_key
-from circuitlab.tables import digest
+from circuitlab.tables import ModelInfo, digest
 
 Norms = Literal["model", "fused", "open"]
 Place = tuple[str, int]
@@ -82,6 +82,7 @@ class Trace:
         self.backward_ready = False
         self.edits: Any = None
         self.dead: str | None = None
+        self._known: tuple[ModelInfo, Inventory] | None = None
         self.watch = Watch()
         self._saved: dict[Place, Tensor] = {}
 
@@ -105,6 +106,7 @@ class Trace:
         return {
             **self.__dict__,
             "model": None,
+            "_known": (self.info, self.inventory),
             "records": off,
             "dead": "loaded",
             "watch": Watch(),
@@ -123,7 +125,12 @@ class Trace:
 
     @property
     def inventory(self) -> Inventory:
-        return inventory(self.model)
+        return self._known[1] if self._known else inventory(self.model)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which weights ran."""
+        return self._known[0] if self._known else self.model.info
 
     @property
     def inventory_digest(self) -> str:
@@ -226,7 +233,7 @@ class Trace:
         return found
 
     def _places_or_none(self, name: str) -> list[Place]:
-        if name != LOGITS and self.model is not None:
+        if name != LOGITS:
             names = self.inventory.names
             info = names.get(name) or names.get(f"{name}.hook_out")
             name = info.name if info else name
@@ -448,14 +455,17 @@ class _Recorder:
             self.trace._saved[record.place] = self._keep(record, value)
 
     def _keep(self, record: SiteRecord, value: Tensor) -> Tensor:
-        if self.trace.backward_ready:
-            return value.reshape(record.shape)
         address = record.address
-        if address is None:
-            return value.detach().clone().reshape(record.shape)
-        if address.key not in self._copies:
-            self._copies[address.key] = value.detach().clone()
-        return self._copies[address.key].reshape(record.shape)
+        if not self.trace.backward_ready:
+            if address is None:
+                value = value.detach().clone()
+            else:
+                if address.key not in self._copies:
+                    self._copies[address.key] = value.detach().clone()
+                value = self._copies[address.key]
+        # The live tensor itself, where its shape is the recorded one.
+        same = tuple(value.shape) == record.shape
+        return value if same else value.reshape(record.shape)
 
 
 def _apart(shape: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
