@@ -286,8 +286,8 @@ def _require_same(new: Any, value: Tensor, site: SiteInfo, verb: Verb) -> None:
     if bool(torch.isnan(new).any()) and not bool(torch.isnan(value).any()):
         raise ArgumentError(
             "edit_result_not_finite",
-            f"{verb.name} at {site.name} gave NaN (attention scores hold −inf where a "
-            "token is masked: edit the pattern instead)",
+            f"{verb.name} at {site.name} gave NaN where the site has numbers; look for a "
+            "division by zero or a product of 0 and infinity",
             site=site.name,
             verb=verb.name,
         )

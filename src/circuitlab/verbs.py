@@ -140,7 +140,7 @@ def _project(x: Tensor, firing: Firing, params: Mapping[str, Any]) -> Tensor:
             over=over,
             site=firing.site.name,
         )
-    work = x if x.dtype == torch.float64 else x.float()
+    work = x if x.dtype == torch.float64 else x.to(torch.float32)
     flat = work.flatten(-len(over)) if len(over) > 1 else work
     unit = orthonormal(basis).to(flat)
     part = (flat @ unit.T) @ unit
