@@ -59,7 +59,7 @@ def edges_of(seed: int = 0, shape: ModelShape = SMALL, **changed) -> EdgeTable:
     count = shape.n_edges
     score = random.normal(size=count) * 10.0 ** random.integers(-12, 6, count)
     error = np.abs(random.normal(size=count))
-    status = np.where(random.random(count) < 0.05, "unreachable", "ok").tolist()
+    status = np.where(random.random(count) < 0.15, "unreachable", "ok").tolist()
     rows = edge_rows(shape, score, error, 8, status)
     changed.setdefault("model", model_of(shape))
     return EdgeTable(rows, run_of(seed=seed, **changed))

@@ -31,7 +31,15 @@ from circuitlab.records import Record
 from circuitlab.run_rows import RUN
 from circuitlab.spool import Event
 from circuitlab.store import Store
-from circuitlab.tables import EDGE, EVAL, EdgeTable, Run, digest, edge_rows
+from circuitlab.tables import (
+    EDGE,
+    EVAL,
+    EdgeTable,
+    Run,
+    digest,
+    edge_rows,
+    git_commit,
+)
 
 
 @pytest.fixture
@@ -317,6 +325,20 @@ def test_the_run_row_tells_where_the_numbers_are_from(store, settle):
     assert {name: row[name] for name in expected} == expected
     assert row["policy_digest"] == edges_of(7).run.policy_digest
     assert row["started_at"].isoformat() == "2026-01-02T03:04:07"
+
+
+def test_the_commit_of_a_checkout_is_found(tmp_path):
+    assert git_commit(tmp_path) is None
+    git, commit = tmp_path / ".git", "a1" * 20
+    git.mkdir()
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    assert git_commit(tmp_path) == commit
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "refs" / "heads" / "main").write_text("b2" * 20 + "\n")
+    assert git_commit(tmp_path) == "b2" * 20
+    (git / "HEAD").write_text("c3" * 20 + "\n")
+    assert git_commit(tmp_path) == "c3" * 20
 
 
 def test_runs_are_newest_first_and_filtered(store, settle):

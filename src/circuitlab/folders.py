@@ -22,6 +22,7 @@ from circuitlab.errors import StoreError
 
 HEAD = "part.json"
 TEMPORARY = ".tmp-"
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "r2")
 STALE = 3600.0
 """Seconds after which what a dead writer left may be swept away."""
 
@@ -278,8 +279,13 @@ class RemoteFolder:
     def put_file(self, name: str, content: bytes) -> None:
         path = f"{self.root}/{name}"
         with self._errors():
-            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self.fs.pipe_file(path, content)
+            # Object stores need no folders, and would make a bucket of that name.
+            if self.protocol not in OBJECT_STORES:
+                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            try:
+                self.fs.pipe_file(path, content)
+            except FileNotFoundError as error:
+                raise self._unreachable(error) from error
 
     def drop(self, name: str) -> None:
         with self._errors():

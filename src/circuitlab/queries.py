@@ -32,6 +32,23 @@ class Parameter:
     default: object = None
     required: bool = True
 
+    def read(self, value: object) -> object:
+        """A value as the query wants it: text becomes a number where one is due.
+
+        Raises ArgumentError `query_parameter_invalid`.
+        """
+        if not isinstance(self.default, (int, float)) or not isinstance(value, str):
+            return value
+        try:
+            return type(self.default)(value)
+        except ValueError:
+            raise ArgumentError(
+                "query_parameter_invalid",
+                f"{self.name}={value!r} is no number; it means: {self.meaning}",
+                value=value,
+                expected=type(self.default).__name__,
+            ) from None
+
 
 @dataclass(frozen=True)
 class NamedQuery:
@@ -73,7 +90,7 @@ class NamedQuery:
                 )
             if _is_run(parameter.name) and isinstance(value, str):
                 value = resolve(value)
-            found[parameter.name] = value
+            found[parameter.name] = parameter.read(value)
         return found
 
 

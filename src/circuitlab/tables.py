@@ -304,14 +304,39 @@ def now() -> str:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Versions of circuitlab and of what its numbers depend on."""
+    """Versions of circuitlab and of what its numbers depend on.
+
+    `git_commit` is there where circuitlab runs from a checkout.
+    """
     found = {"python": platform.python_version()}
     for name in ("circuitlab", "torch", "transformer-lens", "transformers", "numpy"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    commit = git_commit(Path(__file__).parents[2])
+    return {**found, "git_commit": commit} if commit else found
+
+
+def git_commit(checkout: Path) -> str | None:
+    """The commit that a git checkout is at; None if it is no checkout."""
+    git = checkout / ".git"
+    try:
+        if git.is_file():
+            git = checkout / git.read_text().partition("gitdir:")[2].strip()
+        common = git / "commondir"
+        shared = git / common.read_text().strip() if common.exists() else git
+        head = (git / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head
+        for place in (git / name, shared / name):
+            if place.exists():
+                return place.read_text().strip()
+        packed = (shared / "packed-refs").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line[:40] for line in packed if line.endswith(f" {name}")), None)
 
 
 @dataclass(frozen=True)
