@@ -179,9 +179,9 @@ def test_reads_equal_captum_and_plain_autograd_on_smollm2(
     found = {row.address[0]: row.value for row in table.values()}
     tokens = torch.tensor(rows)
     compare(found, by_autograd(hf, tokens, list(kinds)), kinds, tolerance)
-    # One call a site is slow, so Captum gets the layers at both ends and the middle.
+    # One call a site is slow, so Captum gets the layers at both ends.
     some = [
-        p for p in kinds if ".layers." not in p or p.split(".")[2] in ("0", "15", "29")
+        p for p in kinds if ".layers." not in p or p.split(".")[2] in ("0", "29")
     ]
     captum = {path: by_captum(hf, tokens, path) for path in some}
     compare(found, captum, kinds, tolerance)

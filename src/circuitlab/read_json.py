@@ -118,7 +118,7 @@ def parse(text: str | bytes) -> tuple[pa.Table, Run]:
     _check_unique(rows)
     try:
         return _table(rows, columns), run
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         _refuse(f"a column has a value of a wrong type: {error}")
 
 

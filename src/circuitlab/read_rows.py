@@ -236,7 +236,8 @@ def _rows(
     }
     for name, values in per_target.items():
         columns[name] = pa.array(values, ACT.field(name).type).take(pa.array(t))
-    score = numbers["score"]
+    # One NaN: its bits count in the run's id, and text has only one.
+    score = np.where(np.isnan(numbers["score"]), np.nan, numbers["score"])
     columns["score"] = pa.array(
         score, pa.float64(), mask=~ok | element, from_pandas=False
     )
