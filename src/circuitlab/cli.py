@@ -16,7 +16,16 @@ from typing import Annotated
 
 import typer
 
-from circuitlab import cli_app, cli_circuit, cli_demo, cli_models, cli_score, cli_store
+from circuitlab import (
+    cli_app,
+    cli_circuit,
+    cli_demo,
+    cli_models,
+    cli_score,
+    cli_search,
+    cli_sites,
+    cli_store,
+)
 from circuitlab.cli_output import remark, say
 from circuitlab.errors import CircuitlabError, InternalError, StoreError
 
@@ -63,6 +72,12 @@ app.command()(cli_score.score)
 app.command()(cli_circuit.circuit)
 app.command()(cli_circuit.evaluate)
 app.command()(cli_circuit.curve)
+app.command()(cli_search.validate)
+app.command()(cli_search.calibrate)
+app.command()(cli_search.acdc)
+app.command()(cli_sites.sites)
+app.command()(cli_sites.read)
+app.command()(cli_sites.intervene)
 app.command()(cli_score.rerun)
 app.command()(cli_store.runs)
 app.command()(cli_store.sql)

@@ -60,12 +60,20 @@ Bos = Annotated[
 Metric = Annotated[
     str, typer.Option(help="logit_diff, prob_diff, answer_logprob or kl.")
 ]
-Method = Annotated[str, typer.Option(help="eap, eap-ig or clean-corrupted.")]
+Method = Annotated[str, typer.Option(help="eap, eap-ig, clean-corrupted, or exact.")]
 Steps = Annotated[int, typer.Option(help="Points of EAP-IG's path.")]
 Rule = Annotated[
     str,
     typer.Option(
         help="Where the points lie: midpoint, left, right, trapezoid, gauss_legendre."
+    ),
+]
+Path_ = Annotated[
+    str,
+    typer.Option(
+        "--path",
+        help="What EAP-IG interpolates: inputs, activations (each sender group alone), "
+        "or activations_all_groups (EAP-IG's own).",
     ),
 ]
 Ablation = Annotated[

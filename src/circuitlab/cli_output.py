@@ -93,7 +93,7 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(cell(item) for item in value)
+        return ", ".join("·" if item is None else cell(item) for item in value)
     return str(value)
 
 

@@ -15,7 +15,7 @@ from circuitlab.errors import ArgumentError, DataError, StoreError
 
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
-    from circuitlab.edges import Method
+    from circuitlab.methods import Method
     from circuitlab.metrics import Metric
     from circuitlab.prompts import Prompts
     from circuitlab.tables import Run
@@ -39,6 +39,7 @@ class Recipe:
     method: str = "eap-ig"
     steps: int = 5
     rule: str = "midpoint"
+    path: str = "inputs"
     ablation: str = "patch"
     dtype: str | None = None
     device: str | None = None
@@ -178,12 +179,15 @@ class Recipe:
 
     def method_value(self) -> Method:
         """The method named. Raises ArgumentError `method_unknown`."""
-        from circuitlab.edges import EAP, EAPIG, CleanCorrupted
+        from circuitlab.methods import EAP, EAPIG, CleanCorrupted, Exact
 
+        rule: Any = self.rule
+        path: Any = self.path
         known: dict[str, Callable[[], Method]] = {
             "eap": EAP,
-            "eap_ig": lambda: EAPIG(steps=self.steps, rule=self.rule),  # type: ignore[arg-type]
+            "eap_ig": lambda: EAPIG(self.steps, rule, path),
             "clean_corrupted": CleanCorrupted,
+            "exact": Exact,
         }
         return _choice("method", self.method, known)()
 

@@ -34,6 +34,7 @@ def score(
     method: opt.Method = "eap-ig",
     steps: opt.Steps = 5,
     rule: opt.Rule = "midpoint",
+    path: opt.Path_ = "inputs",
     ablation: opt.Ablation = "patch",
     n: opt.Count = None,
     seed: opt.Seed = 0,
@@ -58,7 +59,7 @@ def score(
     recipe = Recipe(
         model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
         corruption=corruption, prepend_bos=bos, metric=metric, method=method,
-        steps=steps, rule=rule, ablation=ablation, dtype=dtype, device=device,
+        steps=steps, rule=rule, path=path, ablation=ablation, dtype=dtype, device=device,
         ungroup_kv=ungroup_kv,
     )  # fmt: skip
     edges, run_id = score_and_save(recipe, open_store(store), batch_size)

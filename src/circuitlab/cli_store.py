@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from circuitlab import cli_options as opt
-from circuitlab.cli_bench import open_store
+from circuitlab.cli_bench import load_circuit, load_edges, open_store
 from circuitlab.cli_output import print_csv, print_json, remark, say, show
-from circuitlab.errors import ArgumentError
+from circuitlab.errors import ArgumentError, StoreError
 
 RUN_COLUMNS = (
     "run_id", "kind", "task", "model", "method", "metric", "ablation", "n",
@@ -139,44 +140,114 @@ def _pair(text: str) -> tuple[str, object]:
         return name, value
 
 
+FORMATS = (".json", ".graphml", ".dot", ".gv", ".csv", ".svg")
+
+
 def export(
-    folder: Annotated[
+    where: Annotated[
         str,
-        typer.Argument(metavar="FOLDER", help="A path, or a URL that fsspec knows."),
+        typer.Argument(
+            metavar="WHERE",
+            help="A folder, or a URL that fsspec knows, for runs as Parquet; or a file "
+            "for one circuit: .json, .graphml, .dot, .csv or .svg.",
+        ),
     ],
-    run_ids: Annotated[
+    ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN_ID]…", help="Which runs; all by default."),
+        typer.Argument(
+            metavar="[ID]…", help="Which runs, all by default; or a circuit."
+        ),
+    ] = None,
+    file_format: Annotated[
+        str | None,
+        typer.Option("--format", help="Of a circuit's .json: json, eap-ig or mib."),
     ] = None,
     store: opt.Store = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Write runs as Parquet files, with their prompts.
+    """Write runs as Parquet, or a circuit as a file.
 
-    Tags and notes go along; `circuitlab import` reads them back.
+    Runs go with their prompts, tags and notes, and `circuitlab import` reads them back.
 
-    Example: circuitlab export shared_runs
+    Example: circuitlab export circuit.json 3f2a9c --format eap-ig
     """
-    ids = open_store(store).export(run_ids or None, folder)
-    _told(ids, f"{len(ids)} runs in {folder}", as_json)
+    opened = open_store(store)
+    if file_format or Path(where).suffix.lower() in FORMATS:
+        _export_circuit(opened, Path(where), ids or [], file_format)
+        _told([where], f"written: {where}", as_json)
+        return
+    found = opened.export(ids or None, where)
+    _told(found, f"{len(found)} runs in {where}", as_json)
+
+
+def _export_circuit(store: Any, path: Path, ids: list[str], file_format: Any) -> None:
+    """Write one circuit, with the scores that chose it where they are in the store."""
+    from circuitlab.circuits import Circuit
+    from circuitlab.draw import circuit_svg
+    from circuitlab.interchange import export_circuit
+
+    if len(ids) != 1:
+        raise ArgumentError(
+            "selection_ambiguous",
+            f"a file holds one circuit; name one, not {len(ids)}",
+            value=ids,
+        )
+    circuit, _ = load_circuit(store, ids[0])
+    if not isinstance(circuit, Circuit):
+        circuit, edges = Circuit(frozenset(circuit.rows["edge"].to_pylist())), circuit
+        circuit = replace(circuit, shape=edges.shape, run=edges.run)
+    else:
+        edges = _scores(store, circuit)
+    if path.suffix.lower() == ".svg":
+        path.write_text(circuit_svg(circuit, edges), encoding="utf-8")
+    else:
+        export_circuit(path, circuit, edges, format=file_format)
+
+
+def _scores(store: Any, circuit: Any) -> Any:
+    """The scores that chose a circuit; None where this store has them not."""
+    run_id = circuit.provenance.get("run_id")
+    try:
+        return load_edges(store, run_id) if run_id else None
+    except StoreError as error:
+        if error.code == "run_unknown":
+            return None
+        raise
 
 
 def import_(
-    folder: Annotated[
+    where: Annotated[
         str,
-        typer.Argument(metavar="FOLDER", help="What `export` wrote, or a URL of it."),
+        typer.Argument(
+            metavar="WHERE",
+            help="A folder that `export` wrote, or a URL of it; or a circuit's file "
+            "(.json, also EAP-IG's and MIB's, .graphml, .dot, .csv).",
+        ),
     ],
+    file_format: Annotated[
+        str | None, typer.Option("--format", help="Of a circuit's file: eap-ig, mib, …")
+    ] = None,
     store: opt.Store = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Take in runs that were exported.
+    """Take in runs that were exported, or a circuit.
 
     Every run is verified against its id; what is here already stays as it is.
 
     Example: circuitlab import shared_runs
     """
     opened = open_store(store)
-    ids = opened.import_(folder)
+    if file_format or Path(where).suffix.lower() in FORMATS:
+        from circuitlab.interchange import import_circuit
+
+        form: Any = file_format
+        with opened:
+            circuit = import_circuit(where, format=form).circuit
+            saved = opened.save(circuit)
+        text = f"{len(circuit):,} edges\ncircuit {circuit.id}"
+        _told([saved], text, as_json)
+        return
+    ids = opened.import_(where)
     _told(ids, f"{len(ids)} runs in {opened.path}", as_json)
 
 

@@ -1,0 +1,231 @@
+"""Commands that check and search: acdc, validate, calibrate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from circuitlab import cli_options as opt
+from circuitlab.cli_bench import Bench, load_circuit, load_edges, open_store
+from circuitlab.cli_circuit import circuit_facts, describe
+from circuitlab.cli_output import (
+    print_csv,
+    print_json,
+    print_table,
+    progress,
+    remark,
+    say,
+    show,
+)
+from circuitlab.cli_recipe import KEY, Recipe
+from circuitlab.errors import StoreError
+
+if TYPE_CHECKING:
+    from circuitlab.circuits import Circuit
+    from circuitlab.store import Store
+
+VALIDATION_COLUMNS = (
+    "label",
+    "subject",
+    "n_edges",
+    "faithfulness",
+    "change",
+    "change_low",
+    "change_high",
+)
+AGREEMENT_COLUMNS = ("statistic", "stratum", "value", "low", "high")
+
+
+def acdc(
+    model: opt.Model,
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="How much worse the metric may get by an edge's removal, in its units; "
+            "0.01 by default. Give several times: the searches share their work."
+        ),
+    ] = None,
+    task: opt.Task = None,
+    file: opt.File = None,
+    metric: opt.Metric = "kl",
+    ablation: opt.Ablation = "patch",
+    start: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Search only among the edges of this circuit."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A file that an interrupted search continues from."),
+    ] = None,
+    n: opt.Count = None,
+    seed: opt.Seed = 0,
+    corruption: opt.Corruption = None,
+    bos: opt.Bos = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    ungroup_kv: opt.UngroupKv = False,
+    batch_size: opt.BatchSize = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Search a circuit by taking edges out (ACDC).
+
+    From the logits back, an edge goes if the metric hardly gets worse without it. Saves
+    the decisions and the circuit, one of each for every threshold.
+
+    Example: circuitlab acdc embedded --threshold 0.05 --n 16
+    """
+    from circuitlab.acdc import acdc_sweep
+
+    recipe = Recipe(
+        model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
+        corruption=corruption, prepend_bos=bos, metric=metric, ablation=ablation,
+        dtype=dtype, device=device, ungroup_kv=ungroup_kv,
+    )  # fmt: skip
+    recipe.check_names()
+    with open_store(store) as opened:
+        universe = _circuit(opened, start) if start else None
+        loaded = recipe.load_model()
+        prompts = recipe.prompts(loaded)
+        with progress("Deciding edges") as advance:
+            found = acdc_sweep(
+                loaded, prompts, recipe.metric_value(), threshold or [0.01], universe,
+                ablation=ablation, batch_size=batch_size, checkpoint=checkpoint,
+                progress=advance,
+            )  # fmt: skip
+        facts = [_save_search(opened, one, recipe, prompts) for one in found]
+    if as_json:
+        print_json(facts)
+    else:
+        print_table(("threshold", "n_edges", "circuit_id", "run_id"), facts)
+
+
+def _circuit(store: Store, any_id: str) -> Circuit:
+    """The circuit of that id. Raises StoreError `run_kind_wrong`."""
+    from circuitlab.circuits import Circuit
+
+    found, _ = load_circuit(store, any_id)
+    if not isinstance(found, Circuit):
+        raise StoreError(
+            "run_kind_wrong",
+            f"{any_id} is a run of edge scores; give a circuit, as `circuitlab circuit` "
+            "prints it",
+            value="edge",
+            expected="circuit",
+        )
+    return found
+
+
+def _save_search(
+    store: Store, found: Any, recipe: Recipe, prompts: Any
+) -> dict[str, Any]:
+    """Save one threshold's decisions and circuit; what identifies them."""
+    run = found.decisions.run
+    run = replace(run, provenance={**run.provenance, KEY: recipe.to_json()})
+    decided = store.save(replace(found.decisions, run=run), prompts=prompts)
+    circuit = replace(found.circuit, run=run)
+    facts = circuit_facts(circuit, store.save(circuit))
+    return {"threshold": found.threshold, "decisions_run": decided, **facts}
+
+
+def validate(
+    circuit_id: Annotated[
+        str,
+        typer.Argument(metavar="CIRCUIT_ID", help="A circuit's id, or its beginning."),
+    ],
+    minimality: Annotated[
+        str,
+        typer.Option(
+            help="Take out edges or components, one after the other; or none."
+        ),
+    ] = "components",
+    knockouts: Annotated[
+        int, typer.Option(help="Random sets to knock out of circuit and model.")
+    ] = 10,
+    random: Annotated[
+        int, typer.Option(help="Random circuits of the same size to compare with.")
+    ] = 10,
+    ablation: opt.Ablation = "patch",
+    metric: opt.OtherMetric = None,
+    on: opt.On = "held-out",
+    task: opt.Task = None,
+    file: opt.File = None,
+    n: opt.Count = None,
+    seed: opt.OtherSeed = None,
+    model: opt.Where = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Is a circuit complete, minimal, better than chance?
+
+    Measures the circuit, its complement, random circuits of its size, and the circuit
+    without each of its parts; saves all of it. `change` is how much faithfulness the
+    circuit has over a row.
+
+    Example: circuitlab validate 3f2a9c
+    """
+    from circuitlab.validate import validate as prove
+
+    by: Any = None if minimality == "none" else minimality
+    with open_store(store) as opened:
+        circuit = _circuit(opened, circuit_id)
+        bench = Bench.of(circuit.run, model, metric, on, task, file, n, seed)
+        with progress("Validating") as advance:
+            found = prove(
+                bench.model, bench.prompts, bench.recipe.metric_value(), circuit,
+                ablation=ablation, minimality=by, knockouts=knockouts, random=random,
+                scored=bench.scored, progress=advance,
+            )  # fmt: skip
+        saved = opened.save(found, prompts=bench.prompts)
+    rows = found.rows.to_pylist()
+    if as_csv:
+        print_csv(found.rows.column_names, rows)
+    elif as_json:
+        print_json({"run_id": saved, "rows": rows})
+    else:
+        print_table(VALIDATION_COLUMNS, rows, describe(circuit))
+        say(f"run {saved}")
+
+
+def calibrate(
+    run_id: opt.RunId,
+    best: Annotated[
+        int, typer.Option("--best", help="How many of the strongest edges to patch.")
+    ] = 50,
+    random: Annotated[int, typer.Option(help="How many of the others, drawn.")] = 50,
+    seed: opt.Seed = 0,
+    model: opt.Where = None,
+    store: opt.Store = None,
+    as_json: opt.Json = False,
+    as_csv: opt.Csv = False,
+) -> None:
+    """Do the scores agree with the exact effects?
+
+    Patches the strongest edges and some others one by one, on the prompts that were
+    scored, and saves how well their scores agree with what really happens.
+
+    Example: circuitlab calibrate 3f2a9c --best 30 --random 30
+    """
+    from circuitlab.calibrate import calibrate as compare
+
+    with open_store(store) as opened:
+        edges = load_edges(opened, run_id)
+        bench = Bench.of(edges.run, model, None, "scored", None, None, None, None)
+        with progress("Patching edges") as advance:
+            found = compare(
+                bench.model, bench.prompts, bench.recipe.metric_value(), edges,
+                top=best, random=random, seed=seed, progress=advance,
+            )  # fmt: skip
+        assert found.exact is not None
+        opened.save(found.exact, prompts=bench.prompts)
+        saved = opened.save(found)
+    rows = [row for row in found.rows.to_pylist() if row.get("value") is not None]
+    if as_json:
+        print_json({"run_id": saved, "exact_run": found.exact.run_id, "rows": rows})
+    else:
+        show(AGREEMENT_COLUMNS, rows, as_csv=as_csv)
+        remark(f"run {saved}; the exact effects: {found.exact.run_id}")
