@@ -7,7 +7,8 @@ Each is a value. Their names as strings (`patch`, `zero`, `mean`, `mean_position
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from circuitlab.backends import Backend, TokenBatch
-from circuitlab.errors import ArgumentError
+from circuitlab.errors import ArgumentError, DataError, require_count
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
 from circuitlab.senders import SenderValues, collect
@@ -62,13 +63,13 @@ NAMED: dict[str, Ablation] = {
 
 def as_ablation(ablation: Ablation | str) -> Ablation:
     """An ablation from its name. Raises ArgumentError `ablation_unknown`."""
-    if not isinstance(ablation, str):
+    if isinstance(ablation, Ablation):
         return ablation
-    if ablation not in NAMED:
+    if not isinstance(ablation, str) or ablation not in NAMED:
         raise ArgumentError(
             "ablation_unknown",
             f"{ablation!r} is no ablation; write one of {', '.join(NAMED)}",
-            value=ablation,
+            value=ablation if isinstance(ablation, str) else repr(ablation),
             expected=sorted(NAMED),
         )
     return NAMED[ablation]
@@ -87,6 +88,21 @@ def describe(ablation: Ablation) -> dict[str, Any]:
         case Resample(reference, seed):
             reference = reference and reference.digest
             return {"name": "resample", "reference": reference, "seed": seed}
+
+
+@contextmanager
+def _numbered(start: int) -> Iterator[None]:
+    """Errors about a row of a batch name the example of the set."""
+    try:
+        yield
+    except DataError as error:
+        fields = {**error.fields}
+        row = fields.pop("row", None)
+        if not isinstance(row, int) or not start:
+            raise
+        code = str(fields.pop("code"))
+        text = str(error).replace(f"row {row} ", f"example {start + row} ")
+        raise DataError(code, text, row=start + row, **fields) from None
 
 
 @dataclass(frozen=True)
@@ -127,19 +143,29 @@ class AblationSource:
                 self._means = self._average(ablation)
 
     def chunks(self, size: int) -> Iterator[Rows]:
-        """The set in order, `size` examples at a time, with ablated values."""
+        """The set in order, `size` examples at a time, with ablated values.
+
+        Raises ArgumentError `batch_size_invalid`.
+        """
+        size = require_count("batch_size_invalid", "batch_size", size)
         for start in range(0, len(self.prompts), size):
             yield self.rows(slice(start, start + size))
 
     def rows(self, which: slice) -> Rows:
         """Some examples, with their ablated values (None stands for zeros)."""
         start = which.start or 0
+        with _numbered(start):
+            return self._rows(which, start)
+
+    def _rows(self, which: slice, start: int) -> Rows:
         clean = token_batch(self.model, self.prompts[which], self.metric)
+        clean = replace(clean, numbers=tuple(range(start, start + len(clean))))
         if self._donors is not None:
             tokens = [list(row) for row in self._donors[which]]
             extra = answer_suffixes(self.prompts[which], self.metric)
             rows = [row + list(more) for row, more in zip(tokens, extra, strict=True)]
             donors = self.model.batch(rows, clean.answers, clean.wrong_answers)
+            donors = replace(donors, numbers=clean.numbers)
             positions = donors.last if self.metric.positions == "last" else None
             values, logits = collect(self.model, donors, positions)
             return Rows(start, clean, values, logits, donors)
@@ -181,10 +207,9 @@ class AblationSource:
         return tuple(pool[i] for i in donors)
 
     def _average(self, ablation: Mean) -> SenderValues:
-        pool = (
-            ablation.reference.clean if ablation.reference else self.prompts.corrupted
-        )
-        longest = max(len(row) for row in (*pool, *self.prompts.clean))
+        pool = self._pool(ablation)
+        longest = max(len(row) for row in self._with_answers(self.prompts, "clean"))
+        longest = max(longest, *(len(row) for row in pool))
         if ablation.positional and longest > max(len(row) for row in pool):
             raise ArgumentError(
                 "mean_positions_missing",
@@ -193,7 +218,8 @@ class AblationSource:
                 longest=longest,
             )
         totals: SenderValues | None = None
-        count = torch.zeros((), device=self.model.device, dtype=self.model.dtype)
+        # In float64: half precision can't even count the tokens.
+        count = torch.zeros((), device=self.model.device, dtype=torch.float64)
         for start in range(0, len(pool), 32):
             batch = self.model.batch([list(row) for row in pool[start : start + 32]])
             values, _ = collect(self.model, batch, batch.last)
@@ -202,16 +228,28 @@ class AblationSource:
             count = count + seen
         assert totals is not None
         per_position = count.clamp_min(1)
-        return totals.map(lambda t: t / _beside(per_position, t))
+        dtype = self.model.dtype
+        return totals.map(lambda t: (t / _beside(per_position, t)).to(dtype))
+
+    def _pool(self, ablation: Mean) -> list[list[int]]:
+        """The rows that a mean is taken over, with the answers that metrics read."""
+        if ablation.reference is not None:
+            return self._with_answers(ablation.reference, "clean")
+        return self._with_answers(self.prompts, "corrupted")
+
+    def _with_answers(self, prompts: Prompts, which: str) -> list[list[int]]:
+        extra = answer_suffixes(prompts, self.metric)
+        rows = getattr(prompts, which)
+        return [[*row, *more] for row, more in zip(rows, extra, strict=True)]
 
 
 def _beside(count: Tensor, value: Tensor) -> Tensor:
-    return count.reshape(1, -1, *[1] * (value.ndim - 2)).to(value.dtype)
+    return count.reshape(1, -1, *[1] * (value.ndim - 2))
 
 
 def _totals(values: SenderValues, mask: Tensor, longest: int, positional: bool):
     """Sums over real tokens, and their counts; one position unless positional."""
-    weight = mask.to(values.stream.dtype)
+    weight = mask.double()
 
     def total(value: Tensor) -> Tensor:
         wide = weight.reshape(*weight.shape, *[1] * (value.ndim - 2))
@@ -232,7 +270,8 @@ def answer_suffixes(prompts: Prompts, metric: Metric) -> list[tuple[int, ...]]:
     """The answer tokens that a row carries after its prompt (none for most metrics)."""
     if not metric.appends_answers:
         return [() for _ in range(len(prompts))]
-    return [answers[0][:-1] for answers in prompts.answers]
+    # The metric refuses an example without an answer, or with several.
+    return [answers[0][:-1] if answers else () for answers in prompts.answers]
 
 
 def token_batch(

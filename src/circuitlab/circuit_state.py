@@ -13,7 +13,7 @@ each other within a layer (`heads_are_coupled` says where they do).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from circuitlab.ablations import Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
 from circuitlab.circuit_run import AblatedSide, ablated_side
-from circuitlab.metrics import Metric
+from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.senders import head_writes
 from circuitlab.sites import PORTS, ModelShape, fed_by
 

@@ -6,6 +6,8 @@ wrong and what was expected. The text says what to do instead.
 
 from __future__ import annotations
 
+import operator
+
 
 class CircuitlabError(Exception):
     """Any refusal of circuitlab.
@@ -44,6 +46,22 @@ class ReadError(CircuitlabError, ValueError):
 
 class InternalError(CircuitlabError, RuntimeError):
     """An invariant of circuitlab itself that broke: please report it."""
+
+
+def require_count(code: str, name: str, value: object) -> int:
+    """A whole number from 1; raises ArgumentError with `code` for anything else."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ArgumentError(
+            code,
+            f"{name} is {value!r}; give a whole number from 1",
+            value=value,
+            expected=">= 1",
+        )
+    return found
 
 
 def _rebuild(kind: type[CircuitlabError], message: str, fields: dict):

@@ -12,6 +12,7 @@ EVAL rows; it never chooses edges.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from circuitlab.ablations import Ablation, AblationSource, as_ablation
+from circuitlab.ablations import Ablation, AblationSource, Rows, as_ablation
 from circuitlab.backends import Backend, TokenBatch, as_backend
 from circuitlab.circuit_run import ablated_side, run_circuits
 from circuitlab.circuits import Circuit, top_k
-from circuitlab.errors import DataError
-from circuitlab.metrics import Metric, accuracy, kl
+from circuitlab.errors import ArgumentError, DataError, require_count
+from circuitlab.metrics import Metric, accuracy, at_last, kl, with_clean_logits
 from circuitlab.prompts import Prompts
 from circuitlab.tables import EVAL, PER_EXAMPLE, EdgeTable, Run, now, versions
 
@@ -47,7 +48,8 @@ class Measured:
     """Per-example numbers of K circuits on n prompts, float64.
 
     `metric`, `kl` and `accuracy` are `[circuit, example]` (accuracy NaN where prompts
-    have no answers to compare); `full` and `ablated` `[example]`.
+    have no answers to compare); `full` and `ablated` `[example]`. `rounding` `[example]`
+    is how far two ways to compute `ablated` differ, where there are two.
     """
 
     metric: np.ndarray
@@ -55,6 +57,7 @@ class Measured:
     accuracy: np.ndarray
     full: np.ndarray
     ablated: np.ndarray
+    rounding: np.ndarray
 
     def faithfulness(self, row: int) -> float:
         """Ratio of means of one circuit. Raises `faithfulness_undefined`."""
@@ -87,7 +90,10 @@ def interval(
         return float("nan"), float("nan")
     picks = np.random.default_rng(seed).integers(0, n, (samples, n))
     found = ratio_of_means(metric[picks], full[picks], ablated[picks])
-    low, high = np.percentile(found[np.isfinite(found)], [2.5, 97.5])
+    found = found[np.isfinite(found)]
+    if not len(found):
+        return float("nan"), float("nan")
+    low, high = np.percentile(found, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -112,8 +118,11 @@ def measure(
     model = as_backend(model)
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     masks = [model.shape.mask_of(circuit.edges) for circuit in circuits]
-    size, at_once = _chunking(model, prompts, masks, memory_budget)
-    size, at_once = batch_size or size, configs_per_pass or at_once
+    size, at_once = _chunking(model, prompts, metric, masks, memory_budget)
+    size = size if batch_size is None else batch_size
+    if configs_per_pass is not None:
+        code = "configs_per_pass_invalid"
+        at_once = require_count(code, "configs_per_pass", configs_per_pass)
     parts = []
     for rows in source.chunks(size):
         parts.append(_measure_rows(model, rows, metric, masks, at_once))
@@ -123,22 +132,27 @@ def measure(
     return Measured(*joined)
 
 
-def _chunking(model: Backend, prompts: Prompts, masks, budget: int) -> tuple[int, int]:
+def _chunking(
+    model: Backend, prompts: Prompts, metric: Metric, masks, budget: int
+) -> tuple[int, int]:
     """Examples per chunk and circuits per pass whose differences fit the budget."""
     widest = max((int(mask.any(1).sum()) for mask in masks), default=1)
-    width = model.shape.d_model * max(len(row) for row in prompts.clean)
-    # Differences of the active senders, and one layer's assembled receiver inputs.
+    longest = max(len(row) for row in prompts.clean)
+    width = model.shape.d_model * longest
+    # Differences of the active senders, one layer's assembled receiver inputs, logits.
     one = (widest + 6 * model.shape.n_heads + 8) * width
+    one += 2 * model.shape.d_vocab * (1 if metric.positions == "last" else longest)
     one *= torch.finfo(model.dtype).bits // 8
     size = max(1, min(len(prompts), budget // one))
     return size, max(1, budget // (one * size))
 
 
-def _measure_rows(model: Backend, rows, metric: Metric, masks, at_once: int):
+@torch.no_grad()
+def _measure_rows(model: Backend, rows: Rows, metric: Metric, masks, at_once: int):
     batch = rows.clean
     positions = batch.last if metric.positions == "last" else None
     full = model.run(batch, positions=positions)
-    batch = replace(batch, clean_logits=_at_last(full, batch))
+    batch = with_clean_logits(batch, full, metric)
     side = ablated_side(model, rows.ablated, batch)
     empty = np.zeros(model.shape.edge_mask.shape, dtype=bool)
     ablated = run_circuits(model, batch, side, [empty], positions=positions)[0]
@@ -149,17 +163,17 @@ def _measure_rows(model: Backend, rows, metric: Metric, masks, at_once: int):
         found += [_numbers(one, batch, metric) for one in logits]
     columns = [np.stack(column) for column in zip(*found, strict=True)]
     columns = columns or [np.zeros((0, len(batch)))] * 3
-    return (*columns, _array(metric(full, batch)), _array(metric(ablated, batch)))
-
-
-def _at_last(logits: Tensor, batch: TokenBatch) -> Tensor:
-    if logits.shape[1] == 1:
-        return logits[:, 0]
-    return logits[torch.arange(len(batch), device=logits.device), batch.last]
+    low = _array(metric(ablated, batch))
+    rounding = np.zeros_like(low)
+    if rows.donors is not None and rows.ablated_logits is not None:
+        # The donors' own run and the empty circuit differ by rounding alone.
+        donors = replace(rows.donors, clean_logits=batch.clean_logits)
+        rounding = np.abs(_array(metric(rows.ablated_logits, donors)) - low)
+    return (*columns, _array(metric(full, batch)), low, rounding)
 
 
 def _numbers(logits: Tensor, batch: TokenBatch, metric: Metric):
-    last = _at_last(logits, batch)
+    last = at_last(logits, batch)
     correct = np.full(len(batch), np.nan)
     if _comparable(batch):
         correct = _array(accuracy()(last, batch))
@@ -343,7 +357,7 @@ def _known(value: float) -> float | None:
 def _refuse_degenerate(measured: Measured, metric: Metric) -> None:
     full, ablated = measured.full.mean(), measured.ablated.mean()
     scale = max(abs(full), abs(ablated), 1e-12)
-    if abs(full - ablated) <= 1e-6 * scale:
+    if abs(full - ablated) <= max(1e-6 * scale, 2 * measured.rounding.mean()):
         raise DataError(
             "faithfulness_undefined",
             f"{metric.name} is {full:.4g} both for the full model and with every edge "
@@ -436,15 +450,16 @@ def curve(
 
     `sizes` are numbers of edges; None takes a geometric ladder; `"mib"` the ten fractions
     of MIB, by support and by magnitude, which give `.cpr` and `.cmd`. Faithfulness above
-    1 is overshoot, and is left as it is. Raises as `evaluate` and `top_k` do.
+    1 is overshoot, and is left as it is. Raises ArgumentError `sizes_invalid`, and as
+    `evaluate` and `top_k` do.
     """
     universe = edges.shape.n_edges
     ranks: tuple[Any, ...] = (rank,)
-    if sizes == "mib":
+    if isinstance(sizes, str) and sizes == "mib":
         asked = [int(fraction * universe) for fraction in MIB_FRACTIONS]
         ranks = ("support", "magnitude")
     else:
-        asked = sorted(set(sizes or ladder(universe)))
+        asked = _sizes(sizes, universe)
     entries = [
         Entry(top_k(edges, k, rank=by, prune=prune), "circuit", by, k)
         for by in ranks
@@ -454,6 +469,27 @@ def curve(
     rows, per_example, run = plan.evaluate(entries)
     run = replace(run, parent=edges.run_id)
     return Curve(rows, per_example, run, tuple(entry.circuit for entry in entries))
+
+
+def _sizes(sizes: Iterable[int] | str | None, universe: int) -> list[int]:
+    if sizes is None:
+        return ladder(universe)
+    if isinstance(sizes, str):
+        raise ArgumentError(
+            "sizes_invalid",
+            f"{sizes!r} is no list of sizes; write numbers of edges, or 'mib'",
+            value=sizes,
+            expected="numbers of edges, 'mib' or None",
+        )
+    asked = sorted({operator.index(k) for k in sizes})
+    if not asked:
+        raise ArgumentError(
+            "sizes_invalid",
+            "sizes is empty; write at least one number of edges, or leave it out",
+            value=[],
+            expected="numbers of edges, 'mib' or None",
+        )
+    return asked
 
 
 def ladder(universe: int, steps: int = 10) -> list[int]:

@@ -31,6 +31,7 @@ from circuitlab.backends import (
     require,
 )
 from circuitlab.checkpoint import Checkpoint
+from circuitlab.errors import require_count
 from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.prompts import Prompts
 from circuitlab.senders import Collector, expand

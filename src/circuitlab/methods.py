@@ -79,10 +79,11 @@ class EAPIG:
         _one_of("ig_rule_unknown", "rule", self.rule, RULES)
         _one_of("ig_path_unknown", "path", self.path, PATHS)
         least = 2 if self.rule == "trapezoid" else 1
-        if isinstance(self.steps, bool) or self.steps < least:
+        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool)
+        if not whole or self.steps < least:
             raise ArgumentError(
                 "ig_steps_out_of_range",
-                f"steps is {self.steps}; {self.rule} needs at least {least}",
+                f"steps is {self.steps!r}; {self.rule} needs a whole number from {least}",
                 value=self.steps,
                 expected=f">= {least}",
             )
@@ -128,6 +129,13 @@ class Exact:
 
 
 Method = EAP | EAPIG | CleanCorrupted | Exact
+
+
+def only_at_clean(method: Method) -> bool:
+    """Whether the gradient is taken at the clean run and nowhere else."""
+    if isinstance(method, EAPIG):
+        return all(alpha == 1 for alpha, _ in method.points())
+    return isinstance(method, EAP)
 
 
 def describe(method: Method) -> dict[str, Any]:

@@ -7,7 +7,7 @@ higher is better, and which positions of the logits it reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from circuitlab.backends import TokenBatch
 from circuitlab.errors import ArgumentError, DataError
+from circuitlab.tables import canonical_json
 
 MetricFn = Callable[[Tensor, TokenBatch], Tensor]
 
@@ -42,28 +43,29 @@ class Metric:
     def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:
         """Evaluate; raises DataError `metric_not_finite` naming the row, and
         ArgumentError `metric_shape_invalid`."""
-        if self.positions == "last" and logits.ndim == 3:
-            logits = (
-                logits.squeeze(1) if logits.shape[1] == 1 else _at_last(logits, batch)
-            )
+        if self.positions == "last":
+            logits = at_last(logits, batch)
         values = self.fn(logits, batch)
-        if tuple(values.shape) != (len(batch),):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else None
+        if shape != (len(batch),):
+            found = f"shape {shape}" if shape is not None else type(values).__name__
             raise ArgumentError(
                 "metric_shape_invalid",
-                f"the metric {self.name} returned shape {tuple(values.shape)}; one number "
-                f"per example, ({len(batch)},), was expected",
-                value=tuple(values.shape),
+                f"the metric {self.name} returned {found}; a tensor with one number per "
+                f"example, ({len(batch)},), was expected",
+                value=found if shape is None else shape,
                 expected=(len(batch),),
             )
         bad = (~torch.isfinite(values)).nonzero()
         if len(bad):
-            row = int(bad[0])
+            row = batch.number(int(bad[0]))
+            value = float(values.detach()[int(bad[0])])
             raise DataError(
                 "metric_not_finite",
-                f"the metric {self.name} is {float(values[row])} on example {row} of this "
-                "batch; check that example's tokens and answers",
+                f"the metric {self.name} is {value} on example {row}; check that "
+                "example's tokens and answers",
                 row=row,
-                value=float(values[row]),
+                value=value,
             )
         return values
 
@@ -77,33 +79,71 @@ class Metric:
         }
 
 
-def _at_last(logits: Tensor, batch: TokenBatch) -> Tensor:
+def at_last(logits: Tensor, batch: TokenBatch) -> Tensor:
+    """Logits `[example, d_vocab]` at each row's last real token."""
+    if logits.ndim == 2:
+        return logits
+    if logits.shape[1] == 1:
+        return logits.squeeze(1)
     rows = torch.arange(len(batch), device=logits.device)
     return logits[rows, batch.last]
 
 
-def _answer_ids(answers: Sequence, what: str, device: torch.device) -> Tensor:
-    """First-token ids `[example, answer]`, padded with −1."""
+def with_clean_logits(batch: TokenBatch, logits: Tensor, metric: Metric) -> TokenBatch:
+    """A batch that holds the clean run's logits as a metric reads them: at the last
+    real token, or `[example, pos, d_vocab]` for one that reads all positions."""
+    if metric.positions == "last":
+        logits = at_last(logits, batch)
+    return replace(batch, clean_logits=logits)
+
+
+def _answer_ids(
+    batch: TokenBatch, answers: Sequence, what: str, logits: Tensor
+) -> Tensor:
+    """Token ids `[example, answer]`, padded with −1."""
     if not answers or any(len(row) == 0 for row in answers):
         row = next((i for i, found in enumerate(answers) if not found), 0)
-        raise DataError(
-            "answers_missing",
-            f"example {row} has no {what}; this metric compares answers",
-            row=row,
-        )
+        raise _answers_missing(batch.number(row), what)
     for row, found in enumerate(answers):
         if any(len(answer) != 1 for answer in found):
+            number = batch.number(row)
             raise DataError(
                 "answer_not_single_token",
-                f"example {row} has a {what} of several tokens; use answer_logprob()",
-                row=row,
+                f"example {number} has a {what} that is not one token; use "
+                "answer_logprob()",
+                row=number,
                 value=[list(answer) for answer in found],
             )
+        _require_known(batch, row, [answer[0] for answer in found], logits)
     width = max(len(row) for row in answers)
     ids = torch.full((len(answers), width), -1, dtype=torch.int64)
     for i, row in enumerate(answers):
         ids[i, : len(row)] = torch.tensor([answer[0] for answer in row])
-    return ids.to(device)
+    return ids.to(logits.device)
+
+
+def _answers_missing(number: int, what: str) -> DataError:
+    return DataError(
+        "answers_missing",
+        f"example {number} has no {what}; this metric reads it",
+        row=number,
+    )
+
+
+def _require_known(
+    batch: TokenBatch, row: int, ids: Sequence[int], logits: Tensor
+) -> None:
+    size = logits.shape[-1]
+    outside = [token for token in ids if not 0 <= token < size]
+    if outside:
+        raise DataError(
+            "answer_outside_vocabulary",
+            f"example {batch.number(row)} has the answer token {outside[0]}, and this "
+            f"model's vocabulary ends at {size - 1}",
+            row=batch.number(row),
+            value=outside[0],
+            expected=f"0..{size - 1}",
+        )
 
 
 def _pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
@@ -111,9 +151,9 @@ def _pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     return found.masked_fill(ids < 0, fill)
 
 
-def _both(batch: TokenBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    right = _answer_ids(batch.answers, "answer", device)
-    wrong = _answer_ids(batch.wrong_answers, "wrong answer", device)
+def _both(batch: TokenBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    right = _answer_ids(batch, batch.answers, "answer", logits)
+    wrong = _answer_ids(batch, batch.wrong_answers, "wrong answer", logits)
     return right, wrong
 
 
@@ -124,7 +164,7 @@ def logit_diff() -> Metric:
     """
 
     def fn(logits: Tensor, batch: TokenBatch) -> Tensor:
-        right, wrong = _both(batch, logits.device)
+        right, wrong = _both(batch, logits)
         low = -torch.inf
         answer = _pick(logits, right, low).logsumexp(-1)
         return answer - _pick(logits, wrong, low).logsumexp(-1)
@@ -136,7 +176,7 @@ def prob_diff() -> Metric:
     """Σ p(answers) − Σ p(wrong answers) at the last real token, in [−1, 1]."""
 
     def fn(logits: Tensor, batch: TokenBatch) -> Tensor:
-        right, wrong = _both(batch, logits.device)
+        right, wrong = _both(batch, logits)
         probabilities = logits.softmax(-1)
         answer = _pick(probabilities, right, 0.0).sum(-1)
         return answer - _pick(probabilities, wrong, 0.0).sum(-1)
@@ -152,13 +192,20 @@ def answer_logprob() -> Metric:
 
     def fn(logits: Tensor, batch: TokenBatch) -> Tensor:
         totals = []
+        if not batch.answers:
+            raise _answers_missing(batch.number(0), "answer")
         for row, answers in enumerate(batch.answers):
+            number = batch.number(row)
+            if not answers or not answers[0]:
+                raise _answers_missing(number, "answer")
             if len(answers) != 1:
                 raise DataError(
                     "answer_not_unique",
-                    f"example {row} has {len(answers)} answers; answer_logprob reads one",
-                    row=row,
+                    f"example {number} has {len(answers)} answers; answer_logprob reads "
+                    "one",
+                    row=number,
                 )
+            _require_known(batch, row, answers[0], logits)
             answer = torch.tensor(answers[0], device=logits.device)
             start = int(batch.last[row]) - (len(answer) - 1)
             logprobs = logits[row, start : start + len(answer)].log_softmax(-1)
@@ -176,7 +223,7 @@ def kl() -> Metric:
 
     def fn(logits: Tensor, batch: TokenBatch) -> Tensor:
         assert batch.clean_logits is not None
-        clean = batch.clean_logits.log_softmax(-1)
+        clean = at_last(batch.clean_logits, batch).log_softmax(-1)
         return (clean.exp() * (clean - logits.log_softmax(-1))).sum(-1)
 
     return Metric(
@@ -191,7 +238,7 @@ def accuracy() -> Metric:
     """
 
     def fn(logits: Tensor, batch: TokenBatch) -> Tensor:
-        right, wrong = _both(batch, logits.device)
+        right, wrong = _both(batch, logits)
         low = -torch.inf
         best = _pick(logits, right, low).amax(-1)
         return (best > _pick(logits, wrong, low).amax(-1)).to(logits.dtype)
@@ -209,8 +256,10 @@ def custom(
 ) -> Metric:
     """A metric of your own: `fn(logits, batch)` → one number per example.
 
-    `batch` holds answers, wrong_answers, mask, last and clean_logits. The name and
-    `params` identify it in digests: give another name to another function.
+    `batch` holds answers, wrong_answers, mask, last and clean_logits (shaped as the
+    logits). The name and `params` (plain values) identify it in digests: give another
+    name to another function. Raises ArgumentError `metric_positions_invalid`,
+    `metric_params_invalid`.
     """
     if positions not in ("last", "all"):
         raise ArgumentError(
@@ -218,6 +267,14 @@ def custom(
             f"positions is 'last' or 'all', not {positions!r}",
             value=positions,
         )
+    try:
+        canonical_json(dict(params or {}))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            "metric_params_invalid",
+            f"params identify the metric in digests, so they are plain values: {error}",
+            value=repr(params)[:80],
+        ) from error
     label = name or getattr(fn, "__qualname__", "custom")
     return Metric(
         f"custom:{label}",

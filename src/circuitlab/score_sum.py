@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -18,14 +19,18 @@ from torch import Tensor
 from circuitlab.ablations import AblationSource, Patch, Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
 from circuitlab.circuit_run import all_heads
+from circuitlab.combining import moments
 from circuitlab.errors import DataError
 from circuitlab.methods import Stage
-from circuitlab.metrics import Metric
+from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.prompts import Prompts
 from circuitlab.receivers import GradientSum, Group, leaf_tap
 from circuitlab.senders import Collector, SenderValues, collect, expand
 from circuitlab.sites import ModelShape
 from circuitlab.tables import edge_rows
+
+BLOCK_BYTES = 24 << 20
+"""The size of one block of sender differences, if it holds at least one sender."""
 
 Grain = Literal["site", "position", "example"]
 
@@ -66,11 +71,13 @@ class ScoreSum:
             everyone = range(len(self.model.shape.receivers))
             self.reached.update(set(everyone) - gradients.unreachable)
         found *= self.model.shape.edge_mask
-        self._add(tied(found, self.model.shape) if self.by_head else found)
-        self.points = sum(len(stage.points) for stage in stages)
-        self.metric_clean.append(chunk.metric_clean)
+        sums = self._plus(tied(found, self.model.shape) if self.by_head else found)
+        sums["points"] = sum(len(stage.points) for stage in stages)
+        sums["metric_clean"] = [*self.metric_clean, chunk.metric_clean]
         if isinstance(source.ablation, Patch):
-            self.metric_ablated.append(chunk.metric_ablated)
+            sums["metric_ablated"] = [*self.metric_ablated, chunk.metric_ablated]
+        # In one step, so that an interrupt finds the chunk in or out as a whole.
+        vars(self).update(sums)
 
     def _empty(self, batch: TokenBatch) -> np.ndarray:
         matrix = self.model.shape.edge_mask.shape
@@ -78,17 +85,21 @@ class ScoreSum:
             return np.zeros((len(batch), batch.tokens.shape[1], *matrix))
         return np.zeros((len(batch), *matrix))
 
-    def _add(self, found: np.ndarray) -> None:
-        total, squares = found.sum(0), np.square(found).sum(0)
+    def _plus(self, found: np.ndarray) -> dict[str, Any]:
+        """The sums with one chunk's scores added."""
+        return {
+            "total": self._plus_one(self.total, found.sum(0)),
+            "squares": self._plus_one(self.squares, np.square(found).sum(0)),
+            "examples": [*self.examples, *(found if self.grain == "example" else ())],
+            "n": self.n + len(found),
+        }
+
+    def _plus_one(self, before: np.ndarray | None, more: np.ndarray) -> np.ndarray:
+        if before is None:
+            return more
         if self.grain == "position":
-            total, squares = _padded(total, self.total), _padded(squares, self.squares)
-            self.total = _padded(self.total, total)
-            self.squares = _padded(self.squares, squares)
-        self.total = total if self.total is None else self.total + total
-        self.squares = squares if self.squares is None else self.squares + squares
-        if self.grain == "example":
-            self.examples += list(found)
-        self.n += len(found)
+            before, more = _padded(before, len(more)), _padded(more, len(before))
+        return before + more
 
     def _scores(
         self, chunk: _Chunk, gradients: GradientSum, stage: Stage
@@ -99,19 +110,32 @@ class ScoreSum:
         Pairs that are no edge hold numbers without meaning.
         """
         upstream = self.model.shape.upstream
-        block = self.sender_block or stage.stop
-        for first in range(stage.first, stage.stop, block):
-            stop = min(first + block, stage.stop)
-            senders = expand(self.model, chunk.difference, first, stop)
+        held = self.sender_block or stage.stop
+        for start in range(stage.first, stage.stop, held):
+            stop = min(start + held, stage.stop)
+            blocks = list(self._expanded(chunk, start, stop))
             for group in gradients.groups():
-                seen = senders[: max(0, int(upstream[group.columns].max()) - first)]
-                if len(seen) == 0:
-                    continue
-                if self.grain == "position":
-                    scores = _by_position(seen, group, chunk.start, chunk.length)
-                else:
-                    scores = _summed(seen, group)
-                yield group, scores, first
+                most = int(upstream[group.columns].max())
+                for first, senders in blocks:
+                    seen = senders[: max(0, most - first)]
+                    if len(seen) == 0:
+                        continue
+                    if self.grain == "position":
+                        scores = _by_position(seen, group, chunk.start, chunk.length)
+                    else:
+                        scores = _summed(seen, group)
+                    yield group, scores, first
+
+    def _expanded(self, chunk: _Chunk, start: int, stop: int):
+        """The sender differences from `start` to `stop`, in blocks that the allocator
+        can place where the pass's activations were."""
+        row = chunk.difference.stream
+        step = max(1, BLOCK_BYTES // max(1, row.numel() * row.element_size()))
+        for first in range(start, stop, step):
+            yield (
+                first,
+                expand(self.model, chunk.difference, first, min(first + step, stop)),
+            )
 
     @property
     def unreachable(self) -> list[int]:
@@ -126,7 +150,7 @@ class ScoreSum:
         shape = self.model.shape
         senders, receivers = shape.edge_indices
         missing = np.isin(receivers, self.unreachable)
-        status = np.where(missing, "unreachable", "ok")
+        status = np.where(missing, "unreachable", "ok").tolist()
         if self.grain == "example":
             tables = [
                 edge_rows(shape, one[senders, receivers], None, 1, status)
@@ -171,17 +195,6 @@ class ScoreSum:
                 ablated - found["metric_clean"]
             )
         return found
-
-
-def moments(
-    total: np.ndarray, squares: np.ndarray, n: int
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Mean and standard error from sums; no standard error for n = 1."""
-    mean = total / n
-    if n == 1:
-        return mean, None
-    variance = (squares - n * mean**2).clip(0) / (n - 1)
-    return mean, np.sqrt(variance / n)
 
 
 def tied(scores: np.ndarray, shape: ModelShape) -> np.ndarray:
@@ -241,10 +254,9 @@ def _by_position(seen: Tensor, group: Group, start: int, length: int) -> Tensor:
     return out
 
 
-def _padded(value: np.ndarray | None, like: np.ndarray | None) -> Any:
-    if value is None or like is None or len(value) >= len(like):
-        return value
-    return np.concatenate([value, np.zeros((len(like) - len(value), *value.shape[1:]))])
+def _padded(value: np.ndarray, length: int) -> np.ndarray:
+    missing = max(0, length - len(value))
+    return np.concatenate([value, np.zeros((missing, *value.shape[1:]))])
 
 
 def _stacked(tables: list[pa.Table], column: str, values: list) -> pa.Table:
@@ -258,10 +270,15 @@ def _stacked(tables: list[pa.Table], column: str, values: list) -> pa.Table:
     return pa.concat_tables(whole)
 
 
-def chunk_size(model: Backend, prompts: Prompts, memory_budget: int) -> int:
-    """Examples per chunk, so that differences and gradients fit the budget (bytes)."""
+def chunk_size(
+    model: Backend, prompts: Prompts, memory_budget: int, grain: Grain = "site"
+) -> int:
+    """Examples per chunk, so that differences, gradients and per-example scores fit the
+    budget (bytes)."""
     row, rest = _row_bytes(model, prompts)
-    one = (len(model.shape.senders) + rest) * row
+    matrices = max(map(len, prompts.clean)) if grain == "position" else 1
+    scores = 8 * matrices * model.shape.edge_mask.size
+    one = (len(model.shape.senders) + rest) * row + scores
     return max(1, min(len(prompts), memory_budget // one))
 
 
@@ -343,8 +360,7 @@ class _Chunk:
         last = self.metric.positions == "last"
         positions = self.batch.last if last else None
         self._clean, logits = collect(self.model, self.batch, positions)
-        kept = logits.squeeze(1) if last else logits
-        self.batch = replace(self.batch, clean_logits=kept)
+        self.batch = with_clean_logits(self.batch, logits, self.metric)
         self._metric_clean = self.metric(logits, self.batch)
 
     @property
@@ -362,7 +378,7 @@ class _Chunk:
         donors = replace(self.rows.donors, clean_logits=self.batch.clean_logits)
         return self.metric(self.rows.ablated_logits, donors)
 
-    @property
+    @cached_property
     def difference(self) -> SenderValues:
         """Ablated − clean at every real token from `start` on."""
         ablated = self.rows.ablated

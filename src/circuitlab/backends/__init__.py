@@ -79,7 +79,9 @@ class TokenBatch:
 
     `tokens` int64 and `mask` bool, `[example, pos]`; `last` int64 `[example]`, each
     row's last real token. `answers` and `wrong_answers` are per example a tuple of
-    answers, each a tuple of token ids.
+    answers, each a tuple of token ids. `clean_logits` are the full model's clean ones:
+    `[example, d_vocab]` at `last`, or `[example, pos, d_vocab]` for a metric that reads
+    all positions. `numbers` says which prompts of their set the rows are, for errors.
     """
 
     tokens: Tensor
@@ -88,9 +90,14 @@ class TokenBatch:
     answers: tuple[tuple[tuple[int, ...], ...], ...] = ()
     wrong_answers: tuple[tuple[tuple[int, ...], ...], ...] = ()
     clean_logits: Tensor | None = None
+    numbers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def number(self, row: int) -> int:
+        """Which prompt of its set a row is."""
+        return self.numbers[row] if self.numbers else row
 
     def repeat(self, copies: int) -> TokenBatch:
         """Stack `copies` of the rows, copy by copy."""
@@ -102,6 +109,7 @@ class TokenBatch:
             answers=self.answers * copies,
             wrong_answers=self.wrong_answers * copies,
             clean_logits=_repeat_rows(self.clean_logits, copies),
+            numbers=self.numbers * copies,
         )
 
 
@@ -159,7 +167,10 @@ class Backend(Protocol):
         *,
         padding_side: Literal["left", "right"] = "right",
     ) -> TokenBatch:
-        """Pad token rows into one batch on the model's device."""
+        """Pad token rows into one batch on the model's device.
+
+        Raises DataError `token_outside_vocabulary`, `prompt_too_long`.
+        """
         ...
 
     def run(

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import pickle
+import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from circuitlab.errors import ArgumentError, ModelError
 
+# What readers of configs, weights and GGUF files raise on broken ones.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 
+
+@torch.inference_mode(False)
 def load(
     spec: Any,
     *,
@@ -27,10 +47,12 @@ def load(
     kind = _dtype(dtype)
     place = _device(device)
     processing = "ungrouped_kv" if ungroup_kv else "raw"
+    if isinstance(spec, nn.Module):
+        _require_gradients(spec)
     if _is_bridge(spec):
         return _from_bridge(spec, tokenizer, kind, place, ungroup_kv)
-    if isinstance(spec, nn.Module):
-        hf, name = _share_weights(spec), _name_of(spec)
+    if isinstance(spec, nn.Module) and hasattr(spec, "config"):
+        hf, name = _own_copy(spec, kind, place), _name_of(spec)
     elif isinstance(spec, str | Path):
         hf, found, name = _load_hf(str(spec), revision, trust_remote_code)
         tokenizer = tokenizer or found
@@ -51,14 +73,14 @@ def load(
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype, None)
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ArgumentError(
             "dtype_unknown",
             f"{dtype!r} is no floating dtype; write float32, float64 or bfloat16",
-            value=dtype,
+            value=str(dtype),
         )
     return found
 
@@ -124,11 +146,29 @@ def _dissect(bridge: Any, tokenizer: Any, name: str, processing: str):
     return dissect(bridge, tokenizer=tokenizer, name=name, processing=processing)
 
 
-def _share_weights(model: nn.Module) -> nn.Module:
+def _require_gradients(model: nn.Module) -> None:
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(
+            "model_without_gradients",
+            "the model's weights were made inside torch.inference_mode(), where torch "
+            "allows no gradients; build or load the model outside of it",
+            value="inference tensors",
+        )
+
+
+def _own_copy(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None
+) -> nn.Module:
     """A copy of the module tree over the same parameters: wrapping a model replaces
-    its modules, and the user's own object must stay as it was."""
+    its modules, and the user's own object must stay as it was. Parameters that are to be
+    moved or cast are copied too, since that is done in place."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    stays = all(
+        (dtype or t.dtype) == t.dtype and (device or t.device) == t.device
+        for t in tensors
+        if t.is_floating_point()
+    )
+    return copy.deepcopy(model, {id(t): t for t in tensors} if stays else {})
 
 
 def _bridge(hf: Any) -> Any:
@@ -187,16 +227,23 @@ def _load_pretrained(spec: str, path: Path, revision, trust_remote_code):
     import transformers
 
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    # Its declared type forgets that loading information comes beside the model.
+    models: Any = transformers.AutoModelForCausalLM
     where = str(path) if path.exists() else spec
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            where, attn_implementation="eager", dtype=torch.float32, **options
+        model, info = models.from_pretrained(
+            where,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise _load_error(spec, path, error) from error
+    _require_weights(spec, info["missing_keys"])
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-    except (OSError, ValueError, KeyError):
+    except _UNREADABLE:
         tokenizer = None
     return model, tokenizer, path.name if path.exists() else spec
 
@@ -216,33 +263,53 @@ def _load_error(spec: str, path: Path, error: Exception) -> ModelError:
     )
 
 
+def _require_weights(spec: str, missing: Iterable[str]) -> None:
+    """Weights that a file lacks would be drawn at random, with only a warning."""
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            "model_unreadable",
+            f"the model in {spec!r} lacks {len(names)} weights ({names[0]}, …); get its "
+            "files again",
+            value=spec,
+            missing=names,
+        )
+
+
 def _load_gguf(path: Path):
     import transformers
 
     file = _gguf_file(path)
+    models: Any = transformers.AutoModelForCausalLM
     config = transformers.GgufConfig(dequantize=True)
     try:
-        packed = transformers.AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, quantization_config=config
+        packed, info = models.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            quantization_config=config,
+            output_loading_info=True,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(file.parent), gguf_file=file.name
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise _load_error(str(file), file, error) from error
+    _require_weights(str(file), info["missing_keys"])
     # The loaded model is marked as quantized; a clean one with its weights is not.
     clean = copy.deepcopy(packed.config)
     if hasattr(clean, "quantization_config"):
         del clean.quantization_config
-    model = transformers.AutoModelForCausalLM.from_config(
-        clean, attn_implementation="eager", dtype=torch.float32
-    )
+    model = models.from_config(clean, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()
     return model, tokenizer, file.stem
 
 
 def _gguf_file(path: Path) -> Path:
+    if not path.exists():
+        raise ModelError(
+            "model_file_missing", f"there is no file {str(path)!r}", value=str(path)
+        )
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1 or not files[0].is_file():
         raise ModelError(

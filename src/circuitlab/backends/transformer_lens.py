@@ -8,6 +8,7 @@ architecture. Hooks live inside one `run`; the model is never left changed.
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from circuitlab.backends import Capability, LayerSites, Point, Site, Tap, TokenBatch
 from circuitlab.backends.binding import bound
 from circuitlab.backends.points import flags, hook_points
-from circuitlab.errors import ModelError
+from circuitlab.errors import DataError, ModelError
 from circuitlab.norms import Norm
 from circuitlab.sites import ModelShape
 from circuitlab.tables import ModelInfo
@@ -57,6 +58,7 @@ class TransformerLensModel:
         self.final_stream = Site("ln_final", "in")
         self.final_out = Site("ln_final", "out")
         self._modules = list(bridge.modules())
+        self._running = threading.RLock()
         self._digest: tuple[tuple[int, ...], str] | None = None
         self._facts: dict[tuple[str, tuple[bool, ...]], Any] = {}
 
@@ -120,7 +122,11 @@ class TransformerLensModel:
         *,
         padding_side: Literal["left", "right"] = "right",
     ) -> TokenBatch:
-        """Pad token rows into one batch; padding is masked and never read."""
+        """Pad token rows into one batch; padding is masked and never read.
+
+        Raises DataError `token_outside_vocabulary`, `prompt_too_long`.
+        """
+        self._check_rows(rows)
         length = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.int64)
         mask = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -139,6 +145,35 @@ class TransformerLensModel:
             tuple(answers),
             tuple(wrong_answers),
         )
+
+    def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
+        size, longest = self.shape.d_vocab, self._longest
+        for i, row in enumerate(rows):
+            outside = [token for token in row if not 0 <= token < size]
+            if outside:
+                raise DataError(
+                    "token_outside_vocabulary",
+                    f"row {i} has token {outside[0]}, and this model's "
+                    f"vocabulary ends at {size - 1}; use this model's own tokenizer",
+                    row=i,
+                    value=outside[0],
+                    expected=f"0..{size - 1}",
+                )
+            if longest is not None and len(row) > longest:
+                raise DataError(
+                    "prompt_too_long",
+                    f"row {i} has {len(row)} tokens, and this model has "
+                    f"{longest} positions; use shorter prompts",
+                    row=i,
+                    value=len(row),
+                    expected=f"<= {longest}",
+                )
+
+    @property
+    def _longest(self) -> int | None:
+        """The positions of a model that has a table of them."""
+        table = getattr(self.bridge, "pos_embed", None)
+        return None if table is None else int(self.bridge.cfg.n_ctx)
 
     # --- running ---
 
@@ -162,10 +197,12 @@ class TransformerLensModel:
             taps.append(Tap(Site("unembed", "in"), _gather(positions)))
         if resume is not None:
             taps = [*self._resume_taps(*resume), *taps]
-        if fast_norms:
-            taps = [*self._norm_taps(taps), *taps]
         padded = not bool(batch.mask.all())
         with ExitStack() as stack:
+            # One pass at a time: what is installed on modules is seen by every thread.
+            stack.enter_context(self._running)
+            if fast_norms:
+                taps = [*self._norm_taps(taps), *taps]
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(_eval_mode(self._modules))
             if self.dtype == torch.float64:
