@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +55,16 @@ class Case:
     @property
     def prompts(self) -> Prompts:
         return Prompts.from_tokens(self.clean, self.corrupted, self.answers, self.wrong)
+
+    def shortened(self) -> Case:
+        """The first pair alone, cut to its first tokens."""
+        return replace(
+            self,
+            clean=self.clean[:1, :5],
+            corrupted=self.corrupted[:1, :5],
+            answers=self.answers[:1],
+            wrong=self.wrong[:1],
+        )
 
     def difference(self, logits: torch.Tensor) -> torch.Tensor:
         right = logits.gather(-1, self.answers[:, None])
@@ -190,16 +203,34 @@ def median_ratio(times: dict[str, list[float]], leg: str, over) -> float:
     return statistics.median(times[leg][i] / over(i) for i in rounds)
 
 
-def peak_megabytes(leg: Leg) -> float | None:
-    """Peak resident memory of one call above its start; None where Linux is not."""
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not clear.exists():
+def peak_megabytes(which: str, leg: str, model: str | None) -> float | None:
+    """Peak resident memory of one leg above its start, in a process of its own.
+
+    The C library gives freed tensors back at once there (MALLOC_MMAP_THRESHOLD_), so
+    that what is resident is what is alive. None where the system is not Linux.
+    """
+    if not Path("/proc/self/clear_refs").exists():
         return None
-    leg()
-    clear.write_text("5")
+    command = [sys.executable, __file__, "--peak", leg, "--case", which]
+    command += ["--model", model] if model else []
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return float(done.stdout.split()[-1])
+
+
+def print_peak(one: Case, leg: str) -> None:
+    """Run a leg once on two tokens, to load code, then whole; print the peak."""
+    model = load_model(one.hf)
+    legs: dict[str, Callable[[Case], object]] = {
+        "floor": floor,
+        "eap": lambda some: edge_scores(model, some.prompts, logit_diff()),
+    }
+    legs[leg](one.shortened())
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")
     before = _resident(status, "VmRSS")
-    leg()
-    return (_resident(status, "VmHWM") - before) / 1024
+    legs[leg](one)
+    print((_resident(status, "VmHWM") - before) / 1024)
 
 
 def _resident(status: Path, field: str) -> int:
@@ -207,7 +238,7 @@ def _resident(status: Path, field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def bench(case: Case, rounds: int, steps: int, peer: bool) -> dict[str, float | str]:
+def bench(case: Case, rounds: int, steps: int, peer: bool) -> dict[str, float]:
     model = load_model(case.hf)
     prompts, metric = case.prompts, logit_diff()
     legs: dict[str, Leg] = {
@@ -223,7 +254,7 @@ def bench(case: Case, rounds: int, steps: int, peer: bool) -> dict[str, float | 
     if peer:
         legs["transformer_lens, one pair"] = lambda: transformer_lens_pair(model, case)
     times = interleaved(legs, rounds)
-    row: dict[str, float | str] = {"case": case.name}
+    row: dict[str, float] = {}
     for name, found in times.items():
         row[f"{name} (CPU s)"] = statistics.median(found)
     floors, forwards = times["floor"], times["forward"]
@@ -241,23 +272,33 @@ def bench(case: Case, rounds: int, steps: int, peer: bool) -> dict[str, float | 
             times, "transformer_lens, one pair", lambda i: times["eap"][i] / pairs
         )
         row["agreement with TransformerLens"] = agreement(model, case)
-    row |= memory(model, case, legs)
     return row
 
 
-def memory(model, case: Case, legs: dict[str, Leg]) -> dict[str, float]:
+def memory(one: Case, which: str, folder: str | None) -> dict[str, float]:
     """Peaks beyond the floor's own, and over the sender-difference buffer."""
-    buffer = len(model.shape.senders) * case.clean.numel() * model.shape.d_model * 4
-    floor_peak, eap_peak = peak_megabytes(legs["floor"]), peak_megabytes(legs["eap"])
-    if floor_peak is None or eap_peak is None:
+    peaks = [peak_megabytes(which, leg, folder) for leg in ("floor", "eap")]
+    if peaks[0] is None or peaks[1] is None:
         return {}
-    megabytes = buffer / 2**20
+    shape = load_model(one.hf).shape
+    megabytes = len(shape.senders) * one.clean.numel() * shape.d_model * 4 / 2**20
     return {
         "sender differences (MB)": megabytes,
-        "floor peak (MB)": floor_peak,
-        "EAP peak (MB)": eap_peak,
-        "beyond the floor / buffer": (eap_peak - floor_peak) / megabytes,
+        "floor peak (MB)": peaks[0],
+        "EAP peak (MB)": peaks[1],
+        "beyond the floor / buffer": (peaks[1] - peaks[0]) / megabytes,
     }
+
+
+def build(which: str, folder: str | None) -> Case:
+    if which == "real":
+        assert folder is not None
+        hf = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+        return case(f"{Path(folder).name}, 8 x 16", hf, 8, 16)
+    n, length = (8, 16) if which == "small" else (32, 32)
+    return case(f"GPT-2 small shape, {n} x {length}", gpt2_small(), n, length)
 
 
 def main() -> None:
@@ -265,24 +306,23 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder, measured as well")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="only 8 x 16 tokens")
+    parser.add_argument("--case", action="append", choices=("small", "large", "real"))
     parser.add_argument("--json", default="bench_edges.json", help="where the rows go")
+    parser.add_argument("--peak", choices=("floor", "eap"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [(case("GPT-2 small shape, 8 x 16", gpt2_small(), 8, 16), True)]
-    if not options.small:
-        cases.append((case("GPT-2 small shape, 32 x 32", gpt2_small(), 32, 32), False))
-    if options.model:
-        hf = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, attn_implementation="eager", dtype=torch.float32
-        )
-        name = Path(options.model).name
-        cases.append((case(f"{name}, 8 x 16", hf, 8, 16), False))
-    rows = [bench(one, options.rounds, options.steps, peer) for one, peer in cases]
-    for row in rows:
-        print(f"\n{row.pop('case')}")
-        for name, value in row.items():
-            print(f"  {name:32} {value:10.3g}")
+    cases = options.case or ["small", "large", *(["real"] if options.model else [])]
+    if options.peak:
+        print_peak(build(cases[0], options.model), options.peak)
+        return
+    rows = []
+    for which in cases:
+        one = build(which, options.model)
+        row = bench(one, options.rounds, options.steps, peer=which == "small")
+        rows.append(row | memory(one, which, options.model))
+        print(f"\n{one.name}")
+        for name, value in rows[-1].items():
+            print(f"  {name:34} {value:10.3g}", flush=True)
     Path(options.json).write_text(json.dumps(rows, indent=1))
 
 
