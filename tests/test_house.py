@@ -45,7 +45,7 @@ LISTED = """
     cli_output cli_options cli_quiet cli_recipe cli_bench cli_score cli_circuit
     cli_search cli_sites cli_models cli_store cli_app cli_demo cli
 """
-ORDER: list[str] = LISTED.split()
+ORDER = [str(name) for name in LISTED.split()]
 
 # Imported inside a function, where two modules are two halves of one thing.
 LATE = {("select", "selector_text")}

@@ -75,7 +75,8 @@ def _by_circuit_id(store: Store, prefix: str) -> str | None:
     """The latest saved circuit with an id that begins so."""
     query = """
         select c.run_id, c.circuit_id from v_circuit c join v_run r using (run_id)
-        where starts_with(c.circuit_id, ?) order by r.saved_at desc
+        where r.kind = 'circuit' and starts_with(c.circuit_id, ?)
+        order by r.saved_at desc
     """
     rows = store.sql(query, [prefix]).to_pylist()
     ids = sorted({row["circuit_id"] for row in rows})
