@@ -314,17 +314,17 @@ def capture(
     batch = model.batch(rows, found.answers, found.wrong_answers)
     trace = Trace(model, found, batch, norms)
     trace.side, trace.backward_ready = side, backward_ready
-    infos = [i for i in trace.inventory if _is_captured(i, norms)]
-    recorder = _Recorder(trace)
-    known = [*infos, *recorder.middles]
-    recorder.wanted = _wanted(trace.inventory, known, save, norms)
+    plan = model.remembered(f"capture {norms}", lambda: _plan(model, norms))
+    known = [tapped.info for tapped in plan]
+    known += [middle for tapped in plan for middle in tapped.middles]
+    recorder = _Recorder(trace, _wanted(trace.inventory, known, save, norms))
     extra, check = _edit_taps(model, edits, batch, trace)
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    taps = [*extra, *(recorder.tap(info) for info in infos)]
+    taps = [*extra, *(recorder.tap(tapped) for tapped in plan)]
     options = {"fast_norms": norms == "fused"} if _has_fast_norms(model) else {}
     logits = model.run(batch, taps, grad=grad, **options)
     check()
-    recorder.take(LOGITS, site_key(LOGITS), logits)
+    recorder.take_logits(logits)
     trace.dead = _why_dead(model, grad, logits)
     if trace.live:
         trace.watch.attach(r.address for r in trace.records.values() if r.address)
@@ -358,10 +358,29 @@ def as_prompts(prompts: Any, model: Backend) -> Prompts:
     return Prompts.from_tokens(prompts, prompts)
 
 
-def _is_captured(info: SiteInfo, norms: str) -> bool:
-    if not info.fired or info.through is not None:
-        return False
-    return norms == "open" or not info.name.endswith(_INNER)
+@dataclass(frozen=True)
+class _Tapped:
+    """A site that a capture looks at, where, and what else its tensor is called."""
+
+    info: SiteInfo
+    key: str
+    site: Site
+    middles: tuple[SiteInfo, ...]
+
+
+def _plan(model: Backend, norms: str) -> list[_Tapped]:
+    """The sites that captures of this model look at; found once."""
+    sites = inventory(model)
+    middles = _stream_middles(model, sites)
+    return [
+        _Tapped(
+            info, info.key(), _tap_site(info, norms), tuple(middles.get(info.name, ()))
+        )
+        for info in sites
+        if info.fired
+        and info.through is None
+        and (norms == "open" or not info.name.endswith(_INNER))
+    ]
 
 
 def _wanted(
@@ -417,38 +436,41 @@ def _why_dead(model: Backend, grad: bool, logits: Tensor) -> str | None:
 class _Recorder:
     """Writes records (and wanted payloads) into a trace while its pass runs."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace, wanted: set[str]):
         self.trace = trace
-        self.wanted: set[str] = set()
+        self.wanted = wanted
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._passes: Counter[str] = Counter()
-        self._mid = _stream_middles(trace)
 
-    @property
-    def middles(self) -> list[SiteInfo]:
-        return [info for found in self._mid.values() for info in found]
+    def tap(self, tapped: _Tapped) -> Tap:
+        info = tapped.info
 
-    def tap(self, info: SiteInfo) -> Tap:
         def fn(value: Tensor) -> None:
-            self.take(info.name, info.key, value)
-            for middle in self._mid.get(info.name, ()):
-                self.take(middle.name, middle.key, value)
+            self.take(info, tapped.key, value)
+            for middle in tapped.middles:
+                self.take(middle, middle.key(), value)
 
-        return Tap(_tap_site(info, self.trace.norms), fn, raw=True)
+        return Tap(tapped.site, fn, raw=True)
 
-    def take(self, name: str, key: Callable[[int], str] | str, value: Any) -> None:
+    def take_logits(self, value: Tensor) -> None:
+        """Record what the model returned: a target, and no site."""
+        self._write(LOGITS, site_key(LOGITS), 1, value)
+
+    def take(self, info: SiteInfo, key: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             return
-        self._passes[name] += 1
-        index = self._passes[name]
+        self._passes[info.name] += 1
+        index = self._passes[info.name]
+        self._write(info.name, key if index == 1 else info.key(index), index, value)
+
+    def _write(self, name: str, key: str, index: int, value: Tensor) -> None:
         address = address_of(value)
-        text = key if isinstance(key, str) else key(index)
         shape = _apart(tuple(value.shape), tuple(self.trace.batch.tokens.shape))
         reason = None
         if address is None:
             reason = "no_grad_fn" if value.is_floating_point() else "not_floating"
         record = SiteRecord(
-            name, index, text, shape, value.dtype, value.device, address, reason
+            name, index, key, shape, value.dtype, value.device, address, reason
         )
         self.trace.records[record.place] = record
         if name in self.wanted:
@@ -485,18 +507,18 @@ def _tap_site(info: SiteInfo, norms: str) -> Site:
     return info.site
 
 
-def _stream_middles(trace: Trace) -> dict[str, list[SiteInfo]]:
+def _stream_middles(model: Backend, sites: Inventory) -> dict[str, list[SiteInfo]]:
     """`hook_resid_mid` by the site whose tensor it is: the MLP's pre-norm input.
 
     That input is the stream itself, so the gradient at its address is the total one,
     not the MLP branch's.
     """
     found: dict[str, list[SiteInfo]] = {}
-    for info in trace.inventory:
+    for info in sites:
         if info.through is None or not info.fired:
             continue
         assert info.layer is not None
-        stream = trace.model.layers[info.layer].mlp_stream
+        stream = model.layers[info.layer].mlp_stream
         if stream is not None:
             found.setdefault(f"{stream.path}.hook_{stream.slot}", []).append(info)
     return found
