@@ -195,6 +195,13 @@ def _look(model: TransformerLensModel, batch: TokenBatch) -> _Seen:
     try:
         taps = [Tap(site, keep(site)) for site in dict.fromkeys(wanted)]
         logits = model.run(batch, taps, fast_norms=False)
+    except RuntimeError as error:
+        raise ModelError(
+            "model_forward_failed",
+            f"{model.bridge.cfg.architecture} in {model.dtype} can't run through its "
+            f"TransformerLens bridge: {str(error).splitlines()[0]}; try float32",
+            dtype=str(model.dtype),
+        ) from error
     finally:
         handle.remove()
     for site in wanted:
