@@ -256,7 +256,7 @@ class TransformerLensModel:
 
     def bypass(self, layer: int) -> Tap:
         """A tap that lets the stream pass a block without running it."""
-        skip = _pass_in_tuple if self.blocks_return_tuples else _pass_through
+        skip: Any = _pass_in_tuple if self.blocks_return_tuples else _pass_through
         return Tap(Site(f"blocks.{layer}", "instead"), skip)
 
     def _resume_taps(self, layer: int, stream: Tensor) -> list[Tap]:
@@ -275,8 +275,9 @@ class TransformerLensModel:
     def _norms(self) -> dict[str, Norm]:
         found = {}
         for layer, _ in enumerate(self.layers):
+            block: Any = self.module(f"blocks.{layer}")
             for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
-                if name in self.module(f"blocks.{layer}").submodules:
+                if name in block.submodules:
                     path = f"blocks.{layer}.{name}"
                     found[path] = norm_of(self.module(path))
         found["ln_final"] = norm_of(self.module("ln_final"))
