@@ -85,7 +85,8 @@ def heat_chart(
     scale = alt.Scale(
         domain=[-most, 0, most], range=[HURTS, "#8a97a622", HELPS], interpolate="rgb"
     )
-    x_axis = alt.Axis(labelAngle=-50, labelLimit=220, ticks=False, domain=False)
+    angle = 0 if max(map(len, order), default=0) <= 4 else -50
+    x_axis = alt.Axis(labelAngle=angle, labelLimit=220, ticks=False, domain=False)
     return (
         alt.Chart(cells)
         .mark_rect(

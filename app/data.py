@@ -70,8 +70,12 @@ def curves(path: str, stamp: str) -> pd.DataFrame:
     """Evaluations with the run whose scores chose the circuits (`scores`), by size."""
     query = """
         select coalesce(c.parent, r.parent) as scores, r.parent, r.run_id as eval_run,
-            r.model, r.task, r.dataset_digest, r.saved_at, e.*
-                exclude (run_id, more)
+            r.model, r.task, r.dataset_digest, r.saved_at,
+            e.more ->> '$.subject' as subject,
+            try_cast(e.more ->> '$.change' as double) as change,
+            try_cast(e.more ->> '$.change_low' as double) as change_low,
+            try_cast(e.more ->> '$.change_high' as double) as change_high,
+            e.* exclude (run_id, more)
         from v_eval e
         join v_run r on r.run_id = e.run_id
         left join v_run c on c.run_id = r.parent and c.kind = 'circuit'

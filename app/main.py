@@ -9,7 +9,7 @@ from navigation import navigation
 
 ICON = str(Path(__file__).with_name("icon.svg"))
 STYLE = """<style>
-.stMainBlockContainer { padding-top: 4.2rem; padding-bottom: 2rem; }
+.stMainBlockContainer { padding: 3.9rem 2.2rem 2rem; }
 </style>"""
 
 # A Material icon here would be fetched from outside; this one is served from here.

@@ -63,14 +63,33 @@ def options(path: str, key: str) -> list[str]:
 
 
 def with_series(rows: pd.DataFrame) -> pd.DataFrame:
-    """EVAL rows of curves, with the line that each belongs to."""
-    kept = rows[rows["label"].isin(["circuit", "random"])].dropna(
-        subset=["faithfulness", "n_edges"]
+    """EVAL rows of curves, with the line that each belongs to (`series`, `kind`). Random
+    circuits of one size are one point: their mean, and the range of 95 % of them."""
+    kept = rows.dropna(subset=["faithfulness", "n_edges"])
+    own = kept[kept["label"] == "circuit"]
+    rank = own["rank"].fillna("single circuits")
+    own = own.assign(series=rank + ", " + own["metric_name"] + ", " + own["ablation"])
+    random = kept[kept["label"] == "random"]
+    if random.empty:
+        return own.assign(kind="circuit")
+    by = ["metric_name", "ablation", "n_edges"]
+    found = [_mean_of(part) for _, part in random.groupby(by, sort=False)]
+    return pd.concat(
+        [own.assign(kind="circuit"), pd.DataFrame(found)], ignore_index=True
     )
-    random = kept["label"] == "random"
-    rank = kept["rank"].fillna("circuits by hand").mask(random, "random circuits")
-    series = rank + ", " + kept["metric_name"] + ", " + kept["ablation"]
-    return kept.assign(series=series, kind=kept["label"])
+
+
+def _mean_of(draws: pd.DataFrame) -> pd.Series:
+    """One row for random circuits of one size."""
+    first = draws.iloc[0].copy()
+    values = draws["faithfulness"]
+    first["faithfulness"], first["kl"] = values.mean(), draws["kl"].mean()
+    if len(draws) > 1:
+        first["faithfulness_low"] = values.quantile(0.025)
+        first["faithfulness_high"] = values.quantile(0.975)
+    names = ["random circuits", first["metric_name"], first["ablation"]]
+    first["series"], first["kind"] = ", ".join(names), "random"
+    return first
 
 
 def curve(rows: pd.DataFrame, here: str) -> pd.Series | None:
@@ -104,30 +123,48 @@ def table(rows: pd.DataFrame) -> None:
     st.dataframe(newest[columns], hide_index=True, column_config=numbers, height=260)
 
 
-def completeness(rows: pd.DataFrame) -> None:
-    """Faithfulness of the complement, and what leaves when an edge leaves."""
-    others = rows[~rows["label"].isin(["circuit", "random"])]
-    known = rows.dropna(subset=["completeness"])
+def completeness(rows: pd.DataFrame, here: str) -> None:
+    """The newest full validation of the circuit on the screen, or else of any: what is
+    left outside it, and what changes when a part of it leaves."""
+    known = rows[rows["label"].isin(["complement", "without"])]
+    if known.empty:
+        _numbers(None, None)
+        return
+    own = rows[(rows["circuit_id"] == here) & rows["eval_run"].isin(known["eval_run"])]
+    pool = own if len(own) else known
+    newest = pool.sort_values("saved_at", kind="stable")["eval_run"].iloc[-1]
+    rows = rows[rows["eval_run"] == newest]
+    parts = rows[rows["label"] == "without"]
+    complement = rows.loc[rows["label"] == "complement", "faithfulness"]
+    least = float(parts["change"].min()) if len(parts) else None
+    _numbers(float(complement.iloc[0]) if len(complement) else None, least)
+    if not len(own):
+        st.caption("Of another circuit of this run.")
+    if len(parts):
+        columns = ["subject", "change", "change_low", "change_high"]
+        st.dataframe(
+            parts.sort_values("change", ascending=False)[columns],
+            hide_index=True,
+            height=235,
+            column_config={"subject": "without", "change": "faithfulness lost"},
+        )
+
+
+def _numbers(outside: float | None, least: float | None) -> None:
     left, right = st.columns(2)
-    complement = others[others["label"] == "complement"]
-    value = None
-    if len(known):
-        value = float(known["completeness"].iloc[-1])
-    elif len(complement):
-        value = float(complement["faithfulness"].iloc[-1])
     left.metric(
-        "Completeness",
-        "–" if value is None else f"{value:.3f}",
+        "Outside",
+        "–" if outside is None else f"{outside:.3f}",
         border=True,
-        help="Faithfulness of all edges outside the circuit: near 0 where it is whole.",
+        help="Completeness: the faithfulness of all edges outside the circuit. It is "
+        "near 0 where the circuit is complete.",
     )
-    minimal = others[others["label"].str.startswith("minimality")]
-    worst = None if minimal.empty else float(minimal["faithfulness"].min())
     right.metric(
-        "Minimality",
-        "–" if worst is None else f"{worst:.3f}",
+        "Least part",
+        "–" if least is None else f"{least:+.3f}",
         border=True,
-        help="The least change of faithfulness when one edge leaves the circuit.",
+        help="Minimality: the least change of faithfulness when one part leaves the "
+        "circuit. It is near 0, or below, where the circuit could do without one.",
     )
 
 

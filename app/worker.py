@@ -105,7 +105,10 @@ def jobs_folder(store: str) -> Path:
 
 
 def start(store: str, title: str, arguments: Sequence[str]) -> str:
-    """Start `circuitlab ARGUMENTS --store STORE --json`; returns the job's id."""
+    """Start `circuitlab ARGUMENTS --store STORE --json`; returns the job's id.
+
+    `validate` is the app's own program, prove.py.
+    """
     folder = jobs_folder(store) / secrets.token_hex(6)
     folder.mkdir(parents=True)
     command = [*arguments, "--store", store, "--json"]
@@ -153,7 +156,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 def supervise(folder: Path) -> int:
     """Run a job's command to its end; returns its exit code."""
-    command = [sys.executable, "-c", PROGRAM, *Job(folder).facts["command"]]
+    verb, *rest = Job(folder).facts["command"]
+    program = ["-c", PROGRAM, verb]
+    if verb == "validate":
+        program = [str(Path(__file__).with_name("prove.py"))]
+    command = [sys.executable, *program, *rest]
     with (folder / "log").open("wb") as log, (folder / "out").open("wb") as out:
         reader, writer = _terminal()
         process = subprocess.Popen(

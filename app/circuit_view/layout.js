@@ -83,11 +83,13 @@ function signOf(line) {
 /** Edges as SVG text, the strongest on top, each line's end told by its sign. */
 function edgesText(lines, most, palette, faded) {
   const parts = [], arrows = [[], [], []], bars = [[], [], []];
+  // Where there are many, the weak ones step back.
+  const crowd = Math.min(1, Math.sqrt(350 / Math.max(1, lines.length)));
   for (const line of [...lines].reverse()) {
     const s = strength(line.v, most);
     const width = short(0.7 + 5 * s);
     const away = faded && faded(line);
-    const opacity = away ? 0.07 : short(0.4 + 0.5 * s);
+    const opacity = away ? 0.07 : short(0.4 * crowd + (0.9 - 0.4 * crowd) * s);
     const dash = DASH[line.port] ? ` stroke-dasharray="${DASH[line.port]}"` : "";
     parts.push(`<path data-i="${line.i}" d="${line.curve.d}" stroke="${[palette.hurts, palette.plain, palette.helps][signOf(line) + 1]}" stroke-width="${width}" stroke-opacity="${opacity}"${dash}/>`);
     if (away) continue;

@@ -27,7 +27,6 @@ class CircuitView {
     this.data = data;
     this.plan = layout(data);
     this.find(".bar:not(.tools)").hidden = Boolean(data.side);
-    this.vmost = Math.max(0, ...data.v.map((v) => Math.abs(v ?? 0)));
     this.curves = data.s.map((s, i) => curve(this.plan.boxes[s], this.plan.boxes[data.t[i]], data.p[i]));
     if (fresh || !this.state || data.state.seq >= this.seq) {
       this.state = JSON.parse(JSON.stringify(data.state));
@@ -138,6 +137,7 @@ class CircuitView {
     const boxes = (id) => (typeof id === "string" ? groups.get(id).box : plan.boxes[id]);
     const kept = this.kept(), shown = this.throughPins(kept);
     const lines = this.lines(shown, boxes);
+    this.vmost = Math.max(0, ...lines.map((line) => Math.abs(line.v ?? 0)));
     const near = focused ? this.near(shown) : null;
     const totals = new Map(), active = new Set();
     for (const line of lines) {
@@ -179,11 +179,15 @@ class CircuitView {
     const started = performance.now();
     const dark = this.isDark(), plan = this.plan;
     if (this.scale === null) this.fit();
+    const drawing = this.content(dark ? DARK : LIGHT, true);
     const legend = legendText(plan, dark ? DARK : LIGHT, this.vmost, this.labels());
     const width = Math.max(plan.width, legend.width), height = plan.height + plan.legend;
-    const inner = this.content(dark ? DARK : LIGHT, true) + legend.text;
+    const inner = drawing + legend.text;
+    const focus = this.root.getRootNode().activeElement?.dataset?.n;
     this.find(".sheet").innerHTML = `<svg role="group" aria-label="Circuit" width="${width * this.scale}" height="${height * this.scale}" viewBox="0 0 ${width} ${height}" font-family="${FONT}">${inner}</svg>`;
     const svg = this.find("svg");
+    // The element that had the keyboard is gone: its successor takes over.
+    if (focus) this.find(`[data-n="${CSS.escape(focus)}"]`)?.focus({ preventScroll: true });
     this.said();
     this.controls();
     svg.dataset.k = this.state.k;
@@ -386,10 +390,11 @@ class CircuitView {
 
   async figure(kind) {
     const { plan, data } = this;
+    const drawing = this.content(LIGHT, false);
     const legend = legendText(plan, LIGHT, this.vmost, this.labels());
     const width = Math.ceil(Math.max(plan.width, legend.width)), height = plan.height + plan.legend;
     const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" font-family="${FONT}">`
-      + `<rect width="${width}" height="${height}" fill="${LIGHT.paper}"/>${this.content(LIGHT, false)}${legend.text}</svg>`;
+      + `<rect width="${width}" height="${height}" fill="${LIGHT.paper}"/>${drawing}${legend.text}</svg>`;
     this.redraw();
     const name = `circuit-${data.id.slice(0, 8)}-${this.state.k}.${kind}`;
     if (kind === "svg") download(name, svg, "image/svg+xml");

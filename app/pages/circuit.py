@@ -47,6 +47,7 @@ with st.container(horizontal=True, vertical_alignment="bottom"):
         bind="query-params",
         help="Drop edges that lie on no path from the input to the logits.",
     )
+    actions = st.container(horizontal=True, width="content")
 
 view = replace(
     View.of(st.query_params),
@@ -59,8 +60,8 @@ with ui.guarded():
     ranked = data.ranked_for(path, run["kind"], view)
     chosen = data.selection(path, run["kind"], view)
 
-with st.container(horizontal=True, vertical_alignment="center"):
-    ui.link("validate", "Validate this circuit", view)
+with actions:
+    ui.link("validate", "Validate", view)
     with st.popover("Export", icon=":material/download:"):
         panels.exports(path, ranked, view, chosen)
 left, right = st.columns([3.4, 1])

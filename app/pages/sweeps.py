@@ -16,8 +16,16 @@ if runs.empty:
     ui.nothing_yet(path)
     st.stop()
 
-sweeping.plans(path)
+plans = sweeping.plans(path)
 rows = data.curves(path, stamp)
+if len(plans):
+    st.dataframe(plans, hide_index=True)
+    names = ["every run", *plans["sweep"]]
+    sweep = st.selectbox("Sweep", names, key="sweep", bind="query-params")
+    if sweep != names[0]:
+        rows = sweeping.tagged(rows, runs, sweep) if len(rows) else rows
+else:
+    st.caption("No sweep was run beside this store yet: circuitlab sweep sweep.toml")
 rows = rows[rows["label"] == "circuit"] if len(rows) else rows
 if rows.empty:
     st.info("No circuit was evaluated yet.", icon=":material/science:")

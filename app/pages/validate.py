@@ -46,7 +46,7 @@ if one:
     with ui.guarded():
         circuit = validation.saved_circuit(path, run["kind"], view)
     jobs.begin(
-        path, f"evaluate {len(chosen.kept):,} edges", ["evaluate", circuit, *options]
+        path, f"validate {len(chosen.kept):,} edges", ["validate", circuit, *options]
     )
 if many:
     rank = ["--rank", view.rank]
@@ -67,7 +67,7 @@ left, right = st.columns([2.2, 1])
 with left:
     clicked = validation.curve(rows, here)
 with right:
-    validation.completeness(rows)
+    validation.completeness(rows, here)
     if clicked is not None:
         st.markdown(f"**{int(clicked['n_edges']):,} edges**")
         k = None if clicked["k"] != clicked["k"] else int(clicked["k"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from circuitlab.tables import (
     ModelInfo,
     Run,
     edge_rows,
-    versions,
 )
 
 SMALL = ModelShape(3, 4, 4, 32, 8, 61)
@@ -45,9 +45,18 @@ def edge_table(
     """Scores with a few strong edges and a long tail, as real ones have."""
     rng = np.random.default_rng(seed)
     fixed = np.random.default_rng(99)
-    size = np.exp(fixed.normal(-6, 2.0, shape.n_edges) + rng.normal(0, 0.4))
+    # Some components matter more than others, as in real models: they read and they
+    # write, and what matters comes from the input and goes to the logits.
+    parts = dict.fromkeys(c.name for c in shape.senders)
+    parts |= dict.fromkeys(r.component.name for r in shape.receivers)
+    matter = {name: float(fixed.normal(0, 1.7)) for name in parts}
+    matter |= {"input": 3.0, "logits": 3.0}
+    senders, receivers = shape.edge_indices
+    sent = np.array([matter[c.name] for c in shape.senders])[senders]
+    read = np.array([matter[r.component.name] for r in shape.receivers])[receivers]
+    size = np.exp(sent + read + fixed.normal(-6, 1.0, len(senders)))
     sign = np.where(fixed.random(shape.n_edges) < 0.72, -1.0, 1.0)
-    score = sign * size * np.exp(rng.normal(0, 0.3, shape.n_edges))
+    score = sign * size * np.exp(rng.normal(0, 0.4, shape.n_edges))
     run = Run(
         kind="edge",
         model=ModelInfo(
@@ -69,10 +78,16 @@ def edge_table(
         seed=seed,
         started_at=f"2026-11-{1 + seed % 28:02d}T10:00:00.000+00:00",
         seconds=1.5,
-        versions=versions(),
+        versions={"circuitlab": "0.1.0", "torch": "2.13.0"},
     )
     rows = edge_rows(shape, score, np.abs(score) * 0.2, 32)
     return EdgeTable(rows, run)
+
+
+def busy_heads(edges: EdgeTable, k: int) -> list[str]:
+    """The heads of a circuit, those with the most edges out of them first."""
+    sent = Counter(name.partition("->")[0] for name in top_k(edges, k))
+    return [name for name, _ in sent.most_common() if ".h" in name]
 
 
 @dataclass(frozen=True)

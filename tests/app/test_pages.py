@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import APP
-from stores import NASTY, SMALL, edge_table, fill_many
+from stores import NASTY, SMALL, busy_heads, edge_table, fill_many
 
 from circuitlab.circuits import overlap, top_k
 from circuitlab.store import Store
@@ -148,7 +148,7 @@ def test_a_thousand_runs(open_page, tmp_path):
     app = open_page("runs", store=path)
     assert not app.exception
     assert len(shown_runs(app)) == 1000
-    app = open_page("runs", store=path, model="model-3", task="ioi")
+    app = open_page("runs", store=path, model="model-3", task="capitals")
     assert set(app.dataframe[0].value["model"]) == {"model-3"}
 
 
@@ -192,17 +192,19 @@ def test_an_edge_is_told_of(open_page, ids):
 
 
 def test_a_component_is_told_of(open_page, ids):
-    app = open_page("circuit", run=ids["first"], sel="a1.h2", k="100")
+    head = busy_heads(edge_table(), 100)[0]
+    app = open_page("circuit", run=ids["first"], sel=head, k="100")
     kept = top_k(edge_table(), 100)
-    out = [name for name in kept.ordered if name.startswith("a1.h2->")]
+    out = [name for name in kept.ordered if name.startswith(f"{head}->")]
     assert sorted(app.dataframe[-1].value["edge"]) == sorted(out)
 
 
 def test_hidden_components_are_gone(open_page, ids):
-    app = open_page("circuit", run=ids["first"], k="100", hide="a1.h2,m0")
+    one, two, *_ = busy_heads(edge_table(), 100)
+    app = open_page("circuit", run=ids["first"], k="100", hide=f"{one},{two}")
     listed = app.dataframe[0].value["edge"]
     assert len(listed)
-    assert not listed.str.contains("a1.h2|m0", regex=True).any()
+    assert not listed.str.contains(f"{one}|{two}", regex=True).any()
 
 
 @pytest.mark.parametrize("which", ["circuit", "grouped"])
