@@ -25,7 +25,7 @@ from tests import read_models
 from tests.hand_models import induction_model, ioi_model
 from tests.sequential_acdc import sequential_acdc
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden" / "acdc_smollm2"
 
 
 def pairs(n: int = 3) -> cl.Prompts:
@@ -298,3 +298,23 @@ def test_hierarchical_pruning_tests_only_what_scores_high():
     recall = cl.overlap(inside, full).recall
     assert recall is not None
     assert recall >= 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_a_real_model_decides_as_in_the_golden_file(smollm2):
+    golden = json.loads((GOLDEN / "decisions.json").read_text(encoding="utf-8"))
+    model = cl.load_model(smollm2)
+    prompts = cl.Prompts.from_file(GOLDEN / "greater_than.jsonl", model=model)
+    start = cl.Circuit.from_edges(golden["start"], model.shape)
+    found = acdc_sweep(model, prompts, thresholds=[golden["threshold"]], start=start)[0]
+    assert list(found.circuit) == golden["kept"]
+    tested = {row.edge: row.score for row in found.decisions if row.status == "ok"}
+    assert tested == pytest.approx(golden["decisions"], abs=2e-4)
+    # And the sequential algorithm again, for the first thirty.
+    plain = sequential_acdc(
+        model, prompts, cl.kl(), golden["threshold"], start, limit=30
+    )
+    assert plain.changes == pytest.approx(
+        dict(list(golden["decisions"].items())[:30]), abs=2e-4
+    )
