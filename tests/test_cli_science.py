@@ -126,3 +126,16 @@ def test_a_circuit_is_drawn(lab: Lab, tmp_path: Path):
     circuit = lab("circuit", run_id, "--top-k", 30)["circuit_id"]
     lab("export", tmp_path / "c.svg", circuit)
     assert (tmp_path / "c.svg").read_text(encoding="utf-8").lstrip().startswith("<svg")
+
+
+def test_a_sweep_runs_and_goes_on(lab: Lab, tmp_path: Path):
+    plan = tmp_path / "small.toml"
+    lines = ['models = ["embedded"]', 'tasks = ["ioi"]', 'methods = ["eap"]']
+    lines += ["sizes = [20, 60]", "n = 4", "held = 4"]
+    plan.write_text("\n".join(lines), encoding="utf-8")
+    first = lab("sweep", plan)
+    assert [row["n_edges"] > 0 for row in first["rows"]] == [True, True]
+    assert first["failures"] == []
+    assert lab("sweep", plan)["run_ids"] == first["run_ids"]
+    tagged = lab("runs", "--tag", "sweep:small")
+    assert {row["run_id"] for row in tagged} == set(first["run_ids"])

@@ -25,6 +25,7 @@ from circuitlab import (
     cli_search,
     cli_sites,
     cli_store,
+    cli_sweep,
 )
 from circuitlab.cli_output import remark, say
 from circuitlab.errors import CircuitlabError, InternalError, StoreError
@@ -75,6 +76,7 @@ app.command()(cli_circuit.curve)
 app.command()(cli_search.validate)
 app.command()(cli_search.calibrate)
 app.command()(cli_search.acdc)
+app.command()(cli_sweep.sweep)
 app.command()(cli_sites.sites)
 app.command()(cli_sites.read)
 app.command()(cli_sites.intervene)
