@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import family_model, hf_model, token_prompts
 
+from circuitlab.backends import load_model
 from circuitlab.errors import ArgumentError
 from circuitlab.interventions import (
     Edit,
@@ -22,6 +24,7 @@ from circuitlab.interventions import (
     keep_grad,
     mean_ablate,
     patch_from,
+    replace_with,
     resume,
     run,
     scale,
@@ -30,6 +33,8 @@ from circuitlab.interventions import (
     zero_ablate,
 )
 from circuitlab.notices import CircuitlabWarning, forget_notices
+from circuitlab.prompts import Prompts
+from circuitlab.trace import capture
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -192,6 +197,18 @@ def test_a_value_with_its_own_graph_does_not_pass_for_the_site_s(toy: Any):
     assert refused.value.fields["reason"] == "edit_cuts"
 
 
+def test_a_written_value_trains_and_a_donor_does_not(toy: Any):
+    """`replace_with` passes a value's own gradient on; `patch_from` detaches it."""
+    trained = toy.donor.clone().requires_grad_(True)
+    for verb, reached in ((replace_with(trained), True), (patch_from(trained), False)):
+        logits = run(toy.model, toy.batch, {"blocks.0.hook_out": verb}).logits
+        weight = toy.model.bridge.unembed.original_component.weight
+        found = torch.autograd.grad(
+            toy.loss(logits), [trained, weight], allow_unused=True
+        )
+        assert (found[0] is not None) == reached
+
+
 def test_keep_grad_refuses_where_gradients_are_disabled(toy: Any):
     edits = {"blocks.0.hook_out": keep_grad(scale(0.5))}
     with torch.no_grad(), pytest.raises(ArgumentError) as refused:
@@ -305,3 +322,140 @@ def test_a_backward_through_an_edit_equals_finite_differences(toy: Any):
     torch.testing.assert_close(
         difference, (gradient * step).sum(), rtol=1e-5, atol=1e-12
     )
+
+
+# --- other families, the real model, and the stream between attention and MLP ---
+
+
+def _blocks(network: Any) -> Any:
+    inner = getattr(network, "gpt_neox", None) or network.model
+    return inner.layers
+
+
+def _doors(model: Any, prompts: Prompts, edits: Any) -> dict[str, Any]:
+    tokens = torch.tensor([list(row) for row in prompts.clean])
+    found = {"run": run(model, prompts, edits).logits}
+    trace = capture(model, prompts, ["logits"], backward_ready=True, edits=edits)
+    found["capture"] = trace["logits"]
+    with bind(model, edits):
+        found["bind"] = model.bridge(tokens, prepend_bos=False, use_cache=False)
+    return found
+
+
+@pytest.mark.parametrize("family", ["neox_parallel", "neox_sequential", "llama"])
+@pytest.mark.parametrize("name", ["scale", "zero_ablate", "compose"])
+def test_the_doors_agree_with_a_hook_on_other_families(family: str, name: str):
+    model: Any = family_model(family)
+    plain = hf_model(family)
+    vector = torch.linspace(-1, 1, 32, dtype=torch.float64)
+    verb, by_hand = {
+        "scale": (keep_grad(scale(0.3)), lambda x: 0.3 * x),
+        "zero_ablate": (zero_ablate(), torch.zeros_like),
+        "compose": (compose(scale(0.3), add(vector)), lambda x: 0.3 * x + vector),
+    }[name]
+
+    def hook(_module: object, _args: object, output: Any) -> Any:
+        return (
+            by_hand(output)
+            if torch.is_tensor(output)
+            else (by_hand(output[0]), *output[1:])
+        )
+
+    prompts = token_prompts()
+    tokens = torch.tensor([list(row) for row in prompts.clean])
+    readout = torch.randn(61, generator=torch.Generator().manual_seed(1)).double()
+    handle = _blocks(plain)[0].register_forward_hook(hook)
+    logits = plain(tokens, use_cache=False).logits
+    handle.remove()
+    weight = _named(plain, "layers.0.mlp")
+    (expected,) = torch.autograd.grad(
+        (logits @ readout).sum(), weight, allow_unused=True
+    )
+    ours = next(p for p in model.bridge.parameters() if _same(p, weight))
+    for door, found in _doors(model, prompts, {"blocks.0.hook_out": verb}).items():
+        (gradient,) = torch.autograd.grad(
+            (found @ readout).sum(), ours, allow_unused=True
+        )
+        assert (gradient is None) == (expected is None), door
+        if gradient is not None:
+            # A plain Llama rounds its norms to float32 in float64 models too.
+            largest = float(expected.abs().max())
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5 * largest)
+    forget_notices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CircuitlabWarning)
+        replayed = resume(model, prompts, {"blocks.1.hook_out": verb}, 1)
+    found = torch.autograd.grad(
+        (replayed.logits @ readout).sum(),
+        [ours, replayed.frontier, _unembedding(model)],  # type: ignore[list-item]
+        allow_unused=True,
+    )
+    assert found[0] is None
+    assert (found[1] is None) == (name == "zero_ablate")
+    forget_notices()
+
+
+def _named(network: Any, part: str) -> torch.Tensor:
+    return next(p for n, p in network.named_parameters() if part in n and p.ndim == 2)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _unembedding(model: Any) -> torch.Tensor:
+    return model.bridge.unembed.original_component.weight
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_resid_mid_follows_the_contract_through_every_door(family: str):
+    """Kept: the gradient before is that of the whole stream. Cut: it is exactly zero."""
+    model: Any = family_model(family)
+    prompts = token_prompts()
+    weight = next(p for p in model.bridge.blocks[0].parameters() if p.ndim == 2)
+    site = "blocks.1.hook_resid_mid"
+    for verb, zero in ((keep_grad(scale(0.5)), False), (zero_ablate(), True)):
+        edits = {site: verb}
+        gradients = {}
+        for door, logits in _doors(model, prompts, edits).items():
+            loss = logits.double()[:, -1, 3].sum()
+            (gradients[door],) = torch.autograd.grad(loss, weight)
+            assert bool((gradients[door] == 0).all()) == zero
+        torch.testing.assert_close(
+            gradients["run"], gradients["capture"], rtol=1e-4, atol=1e-7
+        )
+        torch.testing.assert_close(
+            gradients["run"], gradients["bind"], rtol=1e-4, atol=1e-7
+        )
+    with pytest.raises(ArgumentError) as refused:
+        run(model, prompts, {site: keep_grad(zero_ablate())})
+    assert refused.value.fields["site"] == site
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CircuitlabWarning)
+        live = run(model, prompts, {site: scale(0.5)}, grad=False).logits
+        replayed = resume(model, prompts, {site: keep_grad(scale(0.5))}, 1).logits
+    torch.testing.assert_close(replayed, live, rtol=1e-6, atol=1e-6)
+    forget_notices()
+
+
+@pytest.mark.real_model
+def test_the_contract_on_smollm2(smollm2: Any):
+    model: Any = load_model(str(smollm2))
+    prompts = Prompts.from_tokens([[504, 3575, 282]], [[504, 3575, 338]])
+    site = "blocks.3.hook_out"
+    embedding = model.bridge.embed.original_component.weight
+    basis = torch.randn(
+        4, model.shape.d_model, generator=torch.Generator().manual_seed(0)
+    )
+    door = subspace(site, basis)
+    edits = [Edit(door, keep_grad(patch_from()))]
+    query = next(p for p in model.bridge.blocks[0].parameters() if p.ndim == 2)
+    logits = run(model, prompts, edits).logits
+    (reached,) = torch.autograd.grad(logits[0, -1, 0], query)
+    assert float(reached.abs().max()) > 0
+    cut = run(model, prompts, {site: zero_ablate()}).logits
+    (nothing,) = torch.autograd.grad(cut[0, -1, 0], query, allow_unused=True)
+    assert nothing is None
+    with pytest.raises(ArgumentError, match="keep_grad"):
+        run(model, prompts, {site: keep_grad(zero_ablate())})
+    assert embedding.grad is None

@@ -10,7 +10,7 @@ import torch
 from families import family_model
 
 import circuitlab as cl
-from circuitlab.backends import Tap
+from circuitlab.backends import Capability, Tap
 from circuitlab.errors import ArgumentError
 from circuitlab.interventions import (
     Edit,
@@ -715,20 +715,53 @@ SETS = [
     {"blocks.*.attn.hook_z": at_heads(0, at_positions("last", scale(2.0)))},
     {"blocks.1.hook_mlp_out": swap_with("blocks.0.hook_mlp_out")},
 ]
+MIDDLE = {"blocks.*.hook_resid_mid": at_positions("last", scale(0.5))}
 
 
 @pytest.mark.parametrize("family", [*TOYS, "opt"])
 def test_sets_as_rows_of_one_forward_equal_a_loop(family: str):
     model, metric = model_of(family), cl.kl()
+    sets = SETS if family == "neox_parallel" else [*SETS, MIDDLE]
     base = baseline(model, PROMPTS, metric)
-    loop = [run(model, PROMPTS, s, metric, base=base, grad=False) for s in SETS]
-    for size in (1, 2, 5):
+    loop = [run(model, PROMPTS, s, metric, base=base, grad=False) for s in sets]
+    for size in (1, 2, 6):
         found = run_each(
-            model, PROMPTS, SETS, metric, base=base, sets_per_pass=size, grad=False
+            model, PROMPTS, sets, metric, base=base, sets_per_pass=size, grad=False
         )
         for one, other in zip(found, loop, strict=True):
             torch.testing.assert_close(one.metric, other.metric, rtol=1e-9, atol=1e-9)
             assert one.record == other.record
+
+
+def test_without_row_batching_sets_run_one_by_one(
+    toy: Any, monkeypatch: pytest.MonkeyPatch
+):
+    base = baseline(toy, PROMPTS)
+    lacking = toy.capabilities - {Capability.ROW_BATCHING}
+    monkeypatch.setattr(toy, "capabilities", lacking)
+    with Counting(toy) as count:
+        run_each(toy, PROMPTS, SETS[:2], base=base, grad=False)
+    assert count.n == 2
+    monkeypatch.setattr(toy, "capabilities", toy.capabilities - {Capability.RESUME})
+    attempt = lambda: resume(toy, PROMPTS, {"blocks.1.hook_out": scale(1.0)}, 1)
+    assert code(attempt) == "capability_missing"
+
+
+def test_sites_that_all_examples_share_run_alone_and_take_no_example_s_value():
+    model = model_of("llama")
+    shared = "rotary_emb.hook_cos"
+    base = baseline(model, PROMPTS)
+    with Counting(model) as count:
+        run_each(model, PROMPTS, [{shared: scale(0.5)}, SETS[0]], base=base, grad=False)
+    assert count.n == 2
+    attempt = lambda: run(model, PROMPTS, {shared: patch_from(rows=[0, 1, 2])})
+    assert code(attempt) == "site_not_per_example"
+
+
+def test_a_donor_of_another_precision_is_cast_and_the_record_says_so(toy: Any):
+    _, after, notes = written(toy, MLP, replace_with(torch.ones(32)))
+    assert after.dtype == torch.float64
+    assert notes == [{"verb": "donor", "cast": "torch.float32 to torch.float64"}]
 
 
 def test_the_baseline_runs_once_and_is_not_repeated(toy: Any):

@@ -102,7 +102,9 @@ def test_view_and_raw_undo_each_other(family: str):
         assert torch.equal(site.raw(site.view(raws[site.name])), raws[site.name])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["gpt2", "neox_parallel", "llama", "gptj", "opt", "olmo"]
+)
 def test_writable_is_what_an_edit_does(family: str):
     """Noise at a writable site changes the logits; elsewhere it is refused."""
     model = model_of(family)

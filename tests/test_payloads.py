@@ -100,7 +100,10 @@ def at_last(model: Any, name: str, change: Any) -> torch.Tensor:
 
 MODES: dict[str, tuple[Payload, Any]] = {
     "replace": (Payload(V), lambda x: V),
-    "replace_number": (Payload(torch.tensor(0.5)), lambda x: torch.full_like(x, 0.5)),
+    "replace_number": (
+        Payload(torch.tensor(0.5).double()),
+        lambda x: torch.full_like(x, 0.5),
+    ),
     "add": (Payload(V, "add"), lambda x: x + V),
     "add_scaled": (Payload(V, "add", 3.0), lambda x: x + 3 * V),
     "project_onto": (Payload(V, "project"), lambda x: x.dot(V) / V.dot(V) * V),

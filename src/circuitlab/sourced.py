@@ -203,7 +203,7 @@ def _mean(x: Tensor, firing: Firing, params: Mapping[str, Any]) -> Tensor:
     positional = params["positional"]
     mean = mean_over_rows(params["source"], firing.site, positional).detach()
     if positional:
-        mean = _at_positions(mean, firing)
+        mean = _at_positions(mean.to(x.device), firing)
     return firing.point(mean, x, "mean").expand_as(x).clone()
 
 

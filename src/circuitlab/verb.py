@@ -80,7 +80,7 @@ class Firing:
 
     def point(self, donor: Tensor | Labelled, value: Tensor, what: str) -> Tensor:
         """A donor for the site's value, in coordinates where the verb works on those."""
-        donor = self._own_rows(donor)
+        donor = self._own_rows(donor, value)
         if self.subspace is None or self.whole is None:
             return laid(donor, value, self.site, what)
         found = laid(donor, self.whole, self.site, what).expand_as(self.whole)
@@ -88,22 +88,28 @@ class Firing:
 
     def vector(self, donor: Tensor | Labelled, value: Tensor, what: str) -> Tensor:
         """A difference or direction for the site, likewise."""
-        donor = self._own_rows(donor)
+        donor = self._own_rows(donor, value)
         if self.subspace is None or self.whole is None:
             return laid(donor, value, self.site, what)
         found = laid(donor, self.whole, self.site, what)
         width = self.whole.shape[-1]
         return self.subspace.component(found.expand(*found.shape[:-1], width))
 
-    def _own_rows(self, donor: Tensor | Labelled) -> Tensor | Labelled:
-        """Of a donor for every example of the set, those of this batch."""
+    def _own_rows(self, donor: Tensor | Labelled, value: Tensor) -> Tensor | Labelled:
+        """Of a donor for every example of the set, those of this batch; a move to
+        another device or precision is noted."""
+        tensor = donor.tensor if isinstance(donor, Labelled) else donor
+        if tensor.device != value.device:
+            self.note("donor", moved=f"{tensor.device} to {value.device}")
+        if tensor.dtype != value.dtype:
+            self.note("donor", cast=f"{tensor.dtype} to {value.dtype}")
         rows = len(self.batch)
         if not isinstance(donor, Labelled) or "batch" not in donor.axes:
             return donor
         axis = donor.axes.index("batch")
-        if donor.tensor.shape[axis] < self.offset + rows:
+        if tensor.shape[axis] < self.offset + rows:
             return donor
-        return Labelled(donor.tensor.narrow(axis, self.offset, rows), *donor.axes)
+        return Labelled(tensor.narrow(axis, self.offset, rows), *donor.axes)
 
     def generators(
         self, seed: int, *, per_site: bool = True
