@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from circuitlab.errors import CircuitlabError
 from circuitlab.store import Store
 from circuitlab.sweep import Sweep, estimate, run_cell, run_sweep
 from circuitlab.sweep_cells import METHODS
+from tests.distributed_tasks import dying_cell
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -176,33 +177,25 @@ def test_a_plan_is_estimated():
     assert all(row["seconds"] > 0 for row in rows)
 
 
-def dying_cell(cell: Any) -> Any:
-    """As `run_cell`, but the worker is killed in the middle of its first cell."""
-    marker = Path(os.environ["CIRCUITLAB_TEST_MARKER"])
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), 9)
-    return run_cell(cell)
-
-
 @dataclass(frozen=True)
 class Dying:
     """An engine whose workers run `dying_cell`."""
 
     engine: Any
+    marker: Path
 
     def run(self, fn: Any, tasks: Any, retries: int = 2) -> Iterator[Outcome]:
         assert fn is run_cell
-        return self.engine.run(dying_cell, tasks, retries)
+        dying = partial(dying_cell, str(self.marker))
+        return self.engine.run(dying, tasks, retries)
 
 
-def check_death(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CIRCUITLAB_TEST_MARKER", str(tmp_path / "died"))
+def check_death(engine: Any, tmp_path: Path) -> None:
     sweep = Sweep(**{**SMALL, "methods": ("eap",), "seeds": (0, 1, 2)})
     path = tmp_path / "store.duckdb"
-    found = run_sweep(sweep, path, engine=Dying(engine))
-    assert (tmp_path / "died").exists()
+    found = run_sweep(sweep, path, engine=Dying(engine, tmp_path / "died"))
     assert not found.failures
+    assert (tmp_path / "died").exists()
     assert found.summary.rows.num_rows == 6
     with Store(path) as store:
         assert store.runs(kind="eval").num_rows == 3
@@ -211,11 +204,11 @@ def check_death(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_sweep_outlives_a_killed_process(tmp_path, monkeypatch):
-    check_death(Processes(2), tmp_path, monkeypatch)
+def test_a_sweep_outlives_a_killed_process(tmp_path):
+    check_death(Processes(2), tmp_path)
 
 
 @pytest.mark.ray
-def test_a_sweep_outlives_a_killed_ray_worker(tmp_path, monkeypatch):
+def test_a_sweep_outlives_a_killed_ray_worker(tmp_path):
     pytest.importorskip("ray")
-    check_death(Ray(workers=2), tmp_path, monkeypatch)
+    check_death(Ray(workers=2), tmp_path)
