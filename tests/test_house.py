@@ -300,6 +300,21 @@ def test_the_two_commands_of_the_readme_exist():
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def test_links_between_pages_lead_somewhere():
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+    broken = [
+        (page.name, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
 def test_no_file_names_a_package_registry():
     hosts = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"))]
     listed = subprocess.run(

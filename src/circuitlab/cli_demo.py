@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 from circuitlab import cli_options as opt
 from circuitlab.cli_bench import open_store
 from circuitlab.cli_circuit import describe
-from circuitlab.cli_output import print_json, print_table, progress, say
+from circuitlab.cli_output import cell, print_json, print_table, progress, say
 from circuitlab.cli_recipe import Recipe
 from circuitlab.cli_score import best_edges, score_prompts
 
@@ -141,18 +143,18 @@ def _tell(found: Found, svg: Path, store: str) -> None:
     say("  (score: change of the logit difference when that edge alone is corrupted)")
     random = sum(found.random) / len(found.random)
     say(f"\nCircuit: {describe(found.circuit)}")
-    say(
-        f"  faithfulness on {row['n']} other prompts  {row['faithfulness']:.3f}  "
-        f"(95 % interval {row['faithfulness_low']:.3f} to "
-        f"{row['faithfulness_high']:.3f})"
-    )
-    say(f"  {RANDOM} random circuits of that size     {random:.3f}")
-    say(
-        f"  logit difference                   {row['metric']:.2f}, "
-        f"of {row['metric_full']:.2f} in full and {row['metric_ablated']:.2f} "
-        "with every edge corrupted"
-    )
+    low, high = row["faithfulness_low"], row["faithfulness_high"]
+    bounds = f"  (95 % interval {cell(low)} to {cell(high)})"
+    _number(f"faithfulness on {row['n']} other prompts", row["faithfulness"], bounds)
+    _number(f"{RANDOM} random circuits of that size", random)
+    full, ablated = cell(row["metric_full"]), cell(row["metric_ablated"])
+    bounds = f"  (the whole model {full}, with every edge corrupted {ablated})"
+    _number("logit difference", row["metric"], bounds)
     _tell_where(found, svg, store)
+
+
+def _number(what: str, value: float, remark: str = "") -> None:
+    say(f"  {what:<34}{value:>7.3f}{remark}")
 
 
 def _tell_where(found: Found, svg: Path, store: str) -> None:
@@ -160,11 +162,12 @@ def _tell_where(found: Found, svg: Path, store: str) -> None:
     for what, run_id in found.ids.items():
         say(f"  {what:<11} {run_id}")
     say(f"Drawn in {svg}")
+    program = "circuitlab" if shutil.which("circuitlab") else sys.argv[0]
     query = "select edge, score from v_edge order by abs(score) desc limit 5"
-    say("\nNext:")
-    say("  circuitlab runs")
-    say(f'  circuitlab sql "{query}"')
-    say("(from a fresh clone: .venv/bin/circuitlab …)")
+    say("\nLook at it:")
+    say(f"  {program} app")
+    say(f"  {program} runs")
+    say(f'  {program} sql "{query}"')
 
 
 def _facts(found: Found, svg: Path, store: str) -> dict[str, Any]:
