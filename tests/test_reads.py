@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import circuitlab.frozen
-from circuitlab.backends import Tap, load_model
+from circuitlab.backends import Tap, TokenBatch, load_model
 from circuitlab.errors import ArgumentError, CircuitlabError, InternalError, ReadError
-from circuitlab.frozen import DEFAULT, Policy, reset_warnings
-from circuitlab.metrics import logit_diff
+from circuitlab.frozen import DEFAULT, Policy
+from circuitlab.metrics import answer_logprob, custom, kl, logit_diff
+from circuitlab.notices import CircuitlabWarning, forget_notices
 from circuitlab.prompts import Prompts
 from circuitlab.reads import read, read_dataset, seed
 from circuitlab.reductions import REDUCTIONS
@@ -29,11 +30,11 @@ FAMILIES += ["mixtral"]
 @pytest.fixture(autouse=True)
 def quiet():
     """Every test starts as a fresh process as far as once-only warnings go."""
-    reset_warnings()
+    forget_notices()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="read_frozen_default")
         yield
-    reset_warnings()
+    forget_notices()
 
 
 def refused(code: str, reason: str | None = None):
@@ -198,6 +199,33 @@ def test_a_metric_is_seeded_at_the_logits():
     (gradient,) = torch.autograd.grad(total, [logits["embed.hook_out"]])
     expected = float((gradient * trace["embed.hook_out"]).sum())
     assert table["embed.hook_out"].score == pytest.approx(expected)
+
+
+def test_metrics_that_give_nothing_to_read_are_refused():
+    prompts = Prompts.from_tokens(TOKENS, OTHERS, [3, 4, 5], [6, 7, 8])
+    trace = capture(model(), prompts, ["logits"])
+    with refused("metric_stationary_at_clean"):
+        read(trace, kl(), method="grad")
+
+    def blind(logits: Tensor, batch: TokenBatch) -> Tensor:
+        return logits.detach().sum(-1)
+
+    with refused("metric_ignores_logits"):
+        read(trace, custom(blind, higher_is_better=True), method="grad")
+
+    def moved(logits: Tensor, batch: TokenBatch) -> Tensor:
+        assert batch.clean_logits is not None
+        return (logits - batch.clean_logits)[:, 7]
+
+    table = read(trace, custom(moved, higher_is_better=True), method="grad")
+    per_row = seed("logits", index=(slice(None), "last", 7))
+    expected = read(trace, per_row, method="grad")
+    assert [r.score for r in table.values()] == [r.score for r in expected.values()]
+    long = Prompts.from_tokens(TOKENS, OTHERS, [[[3, 4]], [[4, 5]], [[5, 6]]])
+    with refused("read_target_invalid", "answers_not_appended"):
+        read(capture(model(), long, ["logits"]), answer_logprob(), method="grad")
+    with refused("read_payload_unretained"):
+        read(capture(model(), prompts, []), logit_diff(), method="grad")
 
 
 @pytest.mark.parametrize(
@@ -385,8 +413,10 @@ def test_the_default_equals_mlp_outputs_detached_by_a_plain_hook(family: str):
 
 def test_the_default_is_disclosed_once_and_in_every_table():
     trace = capture(model(), TOKENS)
-    with pytest.warns(UserWarning, match="read_frozen_default_linearization"):
+    with pytest.warns(CircuitlabWarning, match="direct effects") as given:
         first = read(trace, LOGIT)
+    (one,) = given
+    assert one.message.code == "read_frozen_default_linearization"  # type: ignore
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = read(trace, LOGIT)

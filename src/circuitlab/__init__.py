@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from circuitlab.errors import CircuitlabError as CircuitlabError
     from circuitlab.evaluate import curve as curve
     from circuitlab.evaluate import evaluate as evaluate
+    from circuitlab.frozen import DEFAULT as DEFAULT
     from circuitlab.graph import component_graph as component_graph
     from circuitlab.interchange import export_circuit as export_circuit
     from circuitlab.interchange import import_circuit as import_circuit
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from circuitlab.metrics import prob_diff as prob_diff
     from circuitlab.prompts import Prompts as Prompts
     from circuitlab.reads import read as read
+    from circuitlab.reads import read_dataset as read_dataset
     from circuitlab.store import Store as Store
     from circuitlab.tables import EdgeTable as EdgeTable
     from circuitlab.targets import seed as seed
@@ -82,6 +84,7 @@ _HOMES = {
     "CircuitlabError": "errors",
     "curve": "evaluate",
     "evaluate": "evaluate",
+    "DEFAULT": "frozen",
     "component_graph": "graph",
     "export_circuit": "interchange",
     "import_circuit": "interchange",
@@ -99,6 +102,7 @@ _HOMES = {
     "prob_diff": "metrics",
     "Prompts": "prompts",
     "read": "reads",
+    "read_dataset": "reads",
     "Store": "store",
     "EdgeTable": "tables",
     "seed": "targets",

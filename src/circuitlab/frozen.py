@@ -8,7 +8,6 @@ name is searched for a substring.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,20 +39,6 @@ WARNING = (
     "(frozen=DEFAULT), so its numbers are direct effects and differ from Captum-like "
     "totals; pass frozen=None for the total derivative"
 )
-# The one piece of module state: which warnings this process has given.
-_given: set[str] = set()
-
-
-def reset_warnings() -> None:
-    """Let once-only warnings be given again."""
-    _given.clear()
-
-
-def warn_once(text: str) -> None:
-    """Give a warning once per process."""
-    if text not in _given:
-        _given.add(text)
-        warnings.warn(text, UserWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)

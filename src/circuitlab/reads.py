@@ -21,7 +21,7 @@ import torch
 
 from circuitlab.backends import as_backend
 from circuitlab.errors import ReadError
-from circuitlab.frozen import DEFAULT, WARNING, Frozen, resolve_frozen, warn_once
+from circuitlab.frozen import DEFAULT, WARNING, Frozen, resolve_frozen
 from circuitlab.measure import (
     BatchPlan,
     Measured,
@@ -31,6 +31,7 @@ from circuitlab.measure import (
     resolve_population,
 )
 from circuitlab.metrics import Metric
+from circuitlab.notices import warn_once
 from circuitlab.read_rows import ReadFacts, combine_reads, facts_of, table_of
 from circuitlab.read_table import Binding, ReadTable
 from circuitlab.reductions import (
@@ -166,7 +167,7 @@ def _warnings(frozen: Any, policy: Frozen, method: Method) -> tuple[str, ...]:
     if method == "activation":
         return ()
     if frozen is DEFAULT and policy.freezes:
-        warn_once(WARNING)
+        warn_once(WARNING.partition(":")[0], WARNING)
         found.append(WARNING)
     if frozen is DEFAULT and not policy.freezes:
         found.append("the default freezes nothing here: the model has no MLPs")

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from circuitlab.backends import Site
-from circuitlab.errors import ReadError
+from circuitlab.errors import ArgumentError, ReadError
 from circuitlab.gradients import Address, address_of
 from circuitlab.metrics import Metric
 from circuitlab.trace import LOGITS, SiteRecord, Trace
@@ -314,13 +314,50 @@ def _check_expression(value: Any, batch: bool) -> None:
 
 def _metric(trace: Trace, metric: Metric, id: str) -> tuple[Address, Target]:
     """A metric's sum over examples, seeded with its cotangent at the logits."""
+    _check_metric(metric, trace)
     record = trace.record(LOGITS)
     address = _seedable(record)
     leaf = trace.payload(record).detach().requires_grad_()
+    batch = trace.batch
+    if metric.needs_clean and trace.side == "clean":
+        rows = torch.arange(len(batch), device=leaf.device)
+        clean = leaf.detach()
+        last = clean[rows, batch.last] if metric.positions == "last" else clean
+        batch = replace(batch, clean_logits=last)
     with torch.enable_grad():
-        (cotangent,) = torch.autograd.grad(metric(leaf, trace.batch).sum(), [leaf])
+        total = metric(leaf, batch).sum()
+    found = None
+    if total.requires_grad:
+        (found,) = torch.autograd.grad(total, [leaf], allow_unused=True)
+    if found is None:
+        raise ArgumentError(
+            "metric_ignores_logits",
+            "the metric does not depend on the logits (or detaches them), so every score "
+            "would be zero; compute it from the logits it is given",
+        )
+    cotangent = found
     description = {"metric": metric.describe()}
     return address, Target(id, metric.name, description, lambda: cotangent)
+
+
+def _check_metric(metric: Metric, trace: Trace) -> None:
+    if metric.stationary_at_clean:
+        raise ArgumentError(
+            "metric_stationary_at_clean",
+            f"the gradient of {metric.name} is zero at the clean run, so every score "
+            "would be zero; read a metric such as logit_diff",
+            metric=metric.name,
+            expected="logit_diff",
+        )
+    longest = max((len(a) for row in trace.batch.answers for a in row), default=1)
+    if metric.appends_answers and longest > 1:
+        raise _invalid(
+            f"{metric.name} reads answers of several tokens from rows that end in them, "
+            "and a capture runs the prompts alone; use answers of one token, or append "
+            "the answers to the prompts and seed their positions",
+            reason="answers_not_appended",
+            value=longest,
+        )
 
 
 # --- small things ---
