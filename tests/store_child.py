@@ -34,7 +34,6 @@ def save_for_ever(path: str, first: str) -> None:
     """Save and fold until killed; say each id when its save has returned."""
     store = Store(path)
     seed = int(first)
-    say("ready")
     while True:
         say(store.save(edges_of(seed)))
         if seed % 3 == 0:
@@ -42,7 +41,9 @@ def save_for_ever(path: str, first: str) -> None:
         seed += 1
 
 
-def killed_while_saving(path: str, first: str, lives: str, seconds: str) -> None:
+def killed_while_saving(
+    path: str, first: str, least: str, most: str, seconds: str
+) -> None:
     """Be the parent of writers that are killed at random instants, one after another.
 
     Writers are forked from this warm process, so that a life costs no imports. The
@@ -50,27 +51,27 @@ def killed_while_saving(path: str, first: str, lives: str, seconds: str) -> None
     """
     generator = random.Random(int(first))
     until = time.monotonic() + float(seconds)
-    longest = _one_life(path, first)
-    for life in range(1, int(lives)):
-        if time.monotonic() > until:
-            break
+    longest, life = _one_life(path, first), 1
+    while life <= int(least) or (life <= int(most) and time.monotonic() < until):
         child = os.fork()
         if child == 0:
             save_for_ever(path, str(int(first) + life * 100))
         time.sleep(generator.uniform(0.0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        life += 1
+    say("kills", life - 1)
 
 
 def _one_life(path: str, first: str) -> float:
-    """Seconds that a new process takes to save four runs and fold twice."""
+    """Seconds that a new process takes to save three runs and fold once."""
     started = time.monotonic()
     child = os.fork()
     if child == 0:
         store = Store(path)
-        for seed in range(int(first), int(first) + 4):
+        for seed in range(int(first), int(first) + 3):
             say(store.save(edges_of(seed)))
-            store.fold(wait=0.0)
+        store.fold(wait=0.0)
         os._exit(0)
     os.waitpid(child, 0)
     return time.monotonic() - started

@@ -17,6 +17,7 @@ import contextlib
 import importlib.metadata
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ class Database:
         """
         self.refuse_foreign()
         try:
-            con = duckdb.connect(str(self.path), read_only=True)
+            con = _connect(self.path, read_only=True)
         except duckdb.Error as error:
             if Held.by(error) is not None:
                 return False
@@ -151,7 +152,7 @@ class Database:
     def outdated(self) -> bool:
         """Whether migrations are missing; False where that can't be seen now."""
         try:
-            con = duckdb.connect(str(self.path), read_only=True)
+            con = _connect(self.path, read_only=True)
         except duckdb.Error:
             return False
         try:
@@ -246,7 +247,7 @@ class Database:
         while True:
             self._pass_through(started + self.wait)
             try:
-                return duckdb.connect(str(self.path), read_only=True)
+                return _connect(self.path, read_only=True)
             except duckdb.Error as error:
                 held = Held.by(error)
                 if held is None:
@@ -283,7 +284,7 @@ class Database:
     def _open_to_write(self, deadline: float) -> duckdb.DuckDBPyConnection | Held:
         while True:
             try:
-                return duckdb.connect(str(self.path))
+                return _connect(self.path)
             except duckdb.Error as error:
                 held = Held.by(error)
                 if held is None:
@@ -380,6 +381,16 @@ class Database:
                 **facts,
             )
         return None
+
+
+# Threads that open one file share DuckDB's instance, and a second one may get hold of it
+# before the first has finished setting it up ("python_arrow_scan does not exist").
+_OPENING = threading.Lock()
+
+
+def _connect(path: Path, *, read_only: bool = False) -> duckdb.DuckDBPyConnection:
+    with _OPENING:
+        return duckdb.connect(str(path), read_only=read_only)
 
 
 def own_version() -> str:

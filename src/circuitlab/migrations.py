@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import duckdb
@@ -81,6 +82,7 @@ def migrations(folder: Path | None = None) -> tuple[Migration, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=8)
 def views(steps: tuple[Migration, ...]) -> dict[str, str]:
     """The select of every view, by name, in the order of definition."""
     found: dict[str, str] = {}

@@ -7,7 +7,7 @@ nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import duckdb
@@ -29,7 +29,7 @@ _FROM_NAME = """
 
 def lay_over(
     con: duckdb.DuckDBPyConnection,
-    views: Mapping[str, str],
+    views: Callable[[], Mapping[str, str]],
     parts: Sequence[Part],
     events: Sequence[Event],
 ) -> None:
@@ -37,6 +37,8 @@ def lay_over(
 
     Runs that are not folded yet get negative numbers, which meet no folded row.
     """
+    if not (parts or events):
+        return
     runs = _not_in(con, "select run_id from run", parts, "run")
     sets = _not_in(con, "select dataset_digest from dataset", parts, "dataset")
     again = [p for p in parts if p.kind == "run" and p not in runs]
@@ -49,7 +51,7 @@ def lay_over(
     _beside(con, base, "run", _with("run_no", RUN), rows, "run_id")
     rows = [{"dataset_no": -i, **dataset_row(p)} for i, p in enumerate(sets, 1)]
     _beside(con, base, "dataset", _with("dataset_no", DATASET), rows, "dataset_digest")
-    for name, select in views.items():
+    for name, select in views().items():
         table = name.removeprefix("v_")
         whose = sets if table == "prompt" else runs
         files = [part.path(table) for part in whose if table in part.files]

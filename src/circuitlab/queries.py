@@ -107,9 +107,10 @@ def named_queries(folder: Path | None = None) -> dict[str, NamedQuery]:
 
 def named_query(name: str) -> NamedQuery:
     """One named query, with or without its `@`. Raises ArgumentError `query_unknown`."""
-    known = named_queries()
-    found = known.get(name.removeprefix("@").replace("-", "_"))
-    if found is None:
+    folder = store_files("queries")
+    path = folder / f"{name.removeprefix('@').replace('-', '_')}.sql"
+    if path.parent != folder or not path.is_file():
+        known = named_queries()
         raise ArgumentError(
             "query_unknown",
             f"no query @{name.removeprefix('@')}; there are "
@@ -117,7 +118,7 @@ def named_query(name: str) -> NamedQuery:
             value=name,
             expected=list(known),
         )
-    return found
+    return _parse(path)
 
 
 def _parse(path: Path) -> NamedQuery:

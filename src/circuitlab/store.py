@@ -206,7 +206,7 @@ class Store:
             if not self.spool.folder.slow:
                 for part in found:
                     part.check_sizes()
-            lay_over(con, views(self._steps), found, self.spool.events(said))
+            lay_over(con, self._views, found, self.spool.events(said))
             yield con
 
     def sql(self, query: str, params: Sequence | Mapping | None = None) -> pa.Table:
@@ -364,6 +364,9 @@ class Store:
         return report
 
     # --- inside ---
+
+    def _views(self) -> dict[str, str]:
+        return views(self._steps)
 
     def _has_database(self) -> bool:
         return self.database is not None and self.database.exists()

@@ -212,8 +212,11 @@ def _column_bytes(column: pa.Array) -> tuple[str, list[bytes]]:
         # In order of first appearance, so equal columns have equal dictionaries.
         coded = column.dictionary_encode()
         places = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-        words = canonical_json(coded.dictionary.to_pylist()).encode()
-        return "string", [words, places.astype("<i4").tobytes()]
+        _, ends, words = coded.dictionary.cast(pa.large_string()).buffers()
+        size = len(coded.dictionary) + 1
+        ends = np.frombuffer(ends, "<i8", size) if ends else np.zeros(1, "<i8")
+        text = words.to_pybytes()[: ends[-1]] if words else b""
+        return "string", [ends.tobytes(), text, places.astype("<i4").tobytes()]
     return "other", [canonical_json(column.to_pylist()).encode()]
 
 
