@@ -56,6 +56,7 @@ TOYS = ("gpt2", "neox_parallel", "llama")
 ROWS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
 OTHERS = [[3, 7, 9, 1, 5], [9, 8, 6], [5, 4, 2, 8]]
 PROMPTS = Prompts.from_tokens(ROWS, OTHERS, [1, 2, 3], [4, 5, 6])
+METRIC = cl.logit_diff()
 Z, MLP, PATTERN = "blocks.0.attn.hook_z", "blocks.0.hook_mlp_out", "attn.hook_pattern"
 
 
@@ -498,6 +499,42 @@ def test_a_donor_is_not_aliased(toy: Any):
     assert bool((after == 0).all())
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_backward_works_through_an_edit_at_every_writable_site(family: str):
+    """Patterns, norms and their inner values too: in place it would break there."""
+    model = model_of(family)
+    batch = model.batch([[1, 2, 3], [4, 5, 6]])
+    weight = model.bridge.unembed.original_component.weight
+    first = next(p for p in model.bridge.blocks[0].parameters() if p.ndim == 2)
+    for site in inventory(model):
+        if not site.writable or site.layer == 1 or site.axes[0] != "batch":
+            continue
+        logits = run(model, batch, {site.name: scale(0.9)}, grad=True).logits
+        found = torch.autograd.grad(
+            logits[..., :7].sum(), [weight, first], allow_unused=True
+        )
+        assert all(bool(torch.isfinite(g).all()) for g in found if g is not None)
+        assert found[1] is not None, site.name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox_parallel", "llama", "gemma2"])
+def test_inside_a_norm_scale_and_value_are_two_sides_of_one_division(family: str):
+    """Halving a norm's scale doubles what it normalises, with equal gradients."""
+    model = model_of(family)
+    found = []
+    weight = next(p for p in model.bridge.blocks[0].parameters() if p.ndim == 2)
+    for site, factor in (("hook_scale", 0.5), ("hook_normalized", 2.0)):
+        edits = {f"blocks.1.ln1.{site}": scale(factor)}
+        outcome = run(model, PROMPTS, edits, METRIC)
+        assert outcome.metric is not None
+        (gradient,) = torch.autograd.grad(outcome.metric.sum(), weight)
+        found.append((outcome.metric, gradient))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+    plain = baseline(model, PROMPTS, METRIC).metric
+    assert float((found[0][0].detach() - plain).abs().max()) > 1e-3  # type: ignore[operator]
+
+
 BAD_DONORS = {
     "donor_complex": torch.ones(8, dtype=torch.complex64),
     "donor_not_floating": torch.ones(8, dtype=torch.int64),
@@ -683,12 +720,28 @@ def test_resuming_gives_the_numbers_of_the_live_pass(family: str):
     assert code(stream) == "stream_shape_invalid"
 
 
+_KEPT: list[torch.Tensor] = []
+
+
+def _kept(value: torch.Tensor, site: object) -> torch.Tensor:
+    _KEPT.append(value.detach())
+    return value
+
+
 @pytest.mark.parametrize("family", [*TOYS, "opt"])
 def test_capture_takes_edits(family: str):
     model = model_of(family)
     prompts = Prompts.from_tokens([[1, 2, 3], [4, 5, 6]], [[1, 3, 3], [4, 4, 6]])
     trace = cl.capture(model, prompts, ["blocks.0.attn.hook_z"], edits={Z: scale(0.0)})
     assert float(trace[inventory(model)[Z].name].abs().max()) == 0.0
+    trace = cl.capture(model, prompts, ["blocks.1.hook_out"], edits={Z: patch_from()})
+    live = run(
+        model, prompts, {Z: patch_from(), "blocks.1.hook_out": _kept}, grad=False
+    )
+    torch.testing.assert_close(
+        trace["blocks.1.hook_out"], _KEPT[-1], rtol=1e-6, atol=1e-6
+    )
+    assert trace.edits == live.record[:1]
 
 
 class Counting:

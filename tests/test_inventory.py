@@ -247,6 +247,30 @@ def test_keys_are_equal_across_models_and_spellings_and_differ_between_sites():
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_inventory_can_be_taken_where_gradients_are_off(mode: Any):
+    expected = [(s.name, s.status) for s in inventory(model_of("gpt2"))]
+    fresh = load_model(hf_model("gpt2"))
+    with mode():
+        found = [(s.name, s.status) for s in inventory(fresh)]
+    assert found == expected
+
+
+def test_taking_the_inventory_leaves_the_model_alone():
+    model: Any = load_model(hf_model("llama"))
+    parameters = list(model.bridge.parameters())
+    parameters[0].requires_grad_(False)
+    hooks = [len(m._forward_hooks) for m in model.bridge.modules()]
+    before = [p.clone() for p in parameters]
+    inventory(model)
+    assert [p.requires_grad for p in parameters] == [False] + [True] * (
+        len(parameters) - 1
+    )
+    assert all(p.grad is None for p in parameters)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert [len(m._forward_hooks) for m in model.bridge.modules()] == hooks
+
+
 # --- the stream between attention and MLP ---
 
 SEQUENTIAL = [f for f in FAMILIES if f not in ("neox_parallel", "gptj", "phi")]

@@ -91,7 +91,7 @@ def _watch(
 
     taps = [Tap(Site(point.name), look(point.name)) for point in points]
     batch = _probe_batch(model, rows, length)
-    with model.frozen():
+    with torch.inference_mode(False), model.frozen():
         logits = model.run(batch, taps, grad=True)
         generator = torch.Generator().manual_seed(1)
         weights = torch.randn(logits.shape, generator=generator).to(logits)

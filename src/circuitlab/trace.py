@@ -414,7 +414,7 @@ def _edit_taps(
         return [], lambda: None
     from circuitlab.doors import resolve_edits
 
-    resolved = resolve_edits(model, edits, batch)
+    resolved = resolve_edits(model, edits, batch, prompts=trace.prompts)
     trace.edits = resolved.record
     return list(resolved.taps), resolved.check
 
