@@ -14,11 +14,13 @@ import circuitlab.frozen
 from circuitlab.backends import Tap, TokenBatch, load_model
 from circuitlab.errors import ArgumentError, CircuitlabError, InternalError, ReadError
 from circuitlab.frozen import DEFAULT, Policy
+from circuitlab.measure import Measurement, plan_batches, resolve_population
 from circuitlab.metrics import answer_logprob, custom, kl, logit_diff
 from circuitlab.notices import CircuitlabWarning, forget_notices
 from circuitlab.prompts import Prompts
 from circuitlab.reads import read, read_dataset, seed
 from circuitlab.reductions import REDUCTIONS
+from circuitlab.targets import resolve_targets
 from circuitlab.trace import capture
 from tests.read_models import OTHERS, TOKENS, huggingface, model
 
@@ -659,6 +661,38 @@ def test_batched_and_sequential_reads_agree(family: str):
     )
 
 
+def test_auto_is_sequential_where_nothing_was_measured_and_bounded_by_memory(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    trace = capture(model(), TOKENS)
+    cones = resolve_targets(trace, [LOGIT])
+    population = resolve_population(trace, None, needs_payload=False)
+    cuda = plan_batches("auto", population, cones, torch.device("cuda"))
+    assert (cuda.batch_size, cuda.device) == (1, "cuda")
+    assert cuda.reason == "not_measured_on_this_device"
+    asked = plan_batches(4, population, cones, torch.device("cuda"))
+    assert (asked.batch_size, asked.reason) == (4, "explicit")
+    small = resolve_population(trace, "embed", needs_payload=False)
+    bytes_each = 8 * 3 * 5 * (32 + 61)
+    monkeypatch.setattr("circuitlab.measure.BUDGET", 5 * bytes_each)
+    few = plan_batches("auto", small, cones, torch.device("cpu"))
+    assert (few.batch_size, few.reason) == (5, "memory_budget")
+
+
+def test_a_call_too_many_is_an_internal_error(monkeypatch: pytest.MonkeyPatch):
+    trace = capture(model(), TOKENS)
+    once = Measurement._cone
+
+    def twice(self, *args):
+        once(self, *args)
+        once(self, *args)
+
+    monkeypatch.setattr(Measurement, "_cone", twice)
+    with pytest.raises(InternalError) as found:
+        read(trace, LOGIT)
+    assert found.value.code == "read_engine_call_drift"
+
+
 class _Unbatchable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
@@ -850,6 +884,8 @@ def test_provenance_and_columns():
     table = read(trace, LOGIT)
     facts = table.provenance
     for name in (
+        "schema_version",
+        "rescorable",
         "trace_label",
         "capture_outcome",
         "target_reprs",

@@ -317,7 +317,7 @@ def test_a_capture_leaves_the_users_model_as_it_was():
     found = load_model(hf)
     hooks = {n: len(m._forward_hooks) for n, m in found.bridge.named_modules()}  # type: ignore
     trace = capture(found, TOKENS)
-    read(trace, LOGIT)
+    read(trace, LOGIT, frozen=None)
     after = {n: len(m._forward_hooks) for n, m in found.bridge.named_modules()}  # type: ignore
     assert hooks == after
     assert all(p.grad is None and p.requires_grad for p in hf.parameters())

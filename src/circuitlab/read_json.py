@@ -70,7 +70,7 @@ def dump(table: ReadTable) -> str:
         "provenance": provenance,
         "rows": rows,
         "circuitlab": {
-            "run": {**table.run.to_json(), "provenance": dict(table.provenance)},
+            "run": {**table.run.to_json(), "provenance": dict(table.run.provenance)},
             "columns": {name: table.column(name) for name in _OURS},
         },
     }

@@ -215,7 +215,8 @@ class ReadTable(Mapping[Key, ReadRow]):
     @property
     def provenance(self) -> Mapping[str, Any]:
         """How the read went: population, freezing, batching, calls, time, bytes."""
-        return self.run.provenance
+        now = {"schema_version": self.schema_version, "rescorable": self.rescorable}
+        return {**self.run.provenance, **now}
 
     @cached_property
     def run_id(self) -> str:

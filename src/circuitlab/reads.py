@@ -90,6 +90,8 @@ def read(
         per_example=per_example,
         samples=range(len(trace.batch)),
     )
+    if WARNING in facts.provenance["warnings"]:
+        warn_once(WARNING.partition(":")[0], WARNING)
     binding = Binding(weakref.ref(trace), trace.backward_events)
     return table_of(facts, started, time.perf_counter() - clock, binding=binding)
 
@@ -162,12 +164,11 @@ def _check(
 
 
 def _warnings(frozen: Any, policy: Frozen, method: Method) -> tuple[str, ...]:
-    """Disclosures that stand in the table; the default's is also given once."""
+    """Disclosures that stand in the table."""
     found: list[str] = []
     if method == "activation":
         return ()
     if frozen is DEFAULT and policy.freezes:
-        warn_once(WARNING.partition(":")[0], WARNING)
         found.append(WARNING)
     if frozen is DEFAULT and not policy.freezes:
         found.append("the default freezes nothing here: the model has no MLPs")
@@ -234,6 +235,8 @@ def read_dataset(
         done += len(batch)
         if progress:
             progress(done, len(found))
+    if WARNING in parts[0].provenance["warnings"]:
+        warn_once(WARNING.partition(":")[0], WARNING)
     return combine_reads(parts, found, per_example, time.perf_counter() - clock)
 
 
