@@ -13,7 +13,7 @@ HELPS, HURTS, PLAIN = "#3b82c4", "#d9663f", "#8a97a6"
 SERIES = [HELPS, "#d99a2b", "#4ea373", "#a06cc8", "#c45c8a", "#5bb0b8"]
 
 
-def curve_chart(rows: pd.DataFrame, here: str = "") -> alt.LayerChart:
+def curve_chart(rows: pd.DataFrame, here: str = "") -> alt.LayerChart | alt.FacetChart:
     """Faithfulness against circuit size, with 95 % intervals and random circuits.
 
     `rows` are EVAL rows with `series` (a line's name) and `kind` (circuit or random).
@@ -53,7 +53,10 @@ def curve_chart(rows: pd.DataFrame, here: str = "") -> alt.LayerChart:
     rule = (
         alt.Chart(ends).mark_rule(color=PLAIN, strokeDash=[2, 4]).encode(alt.Y("y:Q"))
     )
-    layers = alt.layer(rule, band, line, dots.add_params(point))
+    bar = base.mark_rule(strokeWidth=1.2, opacity=0.8).encode(
+        size, alt.Y("faithfulness_low:Q"), alt.Y2("faithfulness_high:Q"), colour
+    )
+    layers = alt.layer(rule, band, bar, line, dots.add_params(point))
     return layers.properties(height=360)
 
 
@@ -61,7 +64,7 @@ def _size_axis(rows: pd.DataFrame) -> alt.X:
     most = float(rows["n_edges"].max())
     ticks = [n * 10**e for e in range(7) for n in (1, 2, 5) if n * 10**e <= most * 1.3]
     axis = alt.Axis(values=[0, *ticks], format=",d", labelOverlap=True, grid=False)
-    scale = alt.Scale(type="symlog", constant=3)
+    scale = alt.Scale(type="symlog", constant=3, domain=[0, max(4.0, most * 1.12)])
     return alt.X("n_edges:Q", title="edges kept", scale=scale, axis=axis)
 
 
@@ -111,7 +114,9 @@ def heat_chart(
     )
 
 
-def scatter_chart(rows: pd.DataFrame, a: str, b: str) -> alt.LayerChart:
+def scatter_chart(
+    rows: pd.DataFrame, a: str, b: str
+) -> alt.LayerChart | alt.FacetChart:
     """Two runs' scores of the same edges, and where they would be equal."""
     low = float(rows[["a", "b"]].min().min())
     high = float(rows[["a", "b"]].max().max())
@@ -144,7 +149,7 @@ def _top() -> alt.Legend:
     )
 
 
-def pareto_chart(rows: pd.DataFrame) -> alt.LayerChart:
+def pareto_chart(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
     """Size against faithfulness of every evaluated circuit, and the front: those that
     no smaller circuit equals. A click on a point selects it (parameter `point`)."""
     size = _size_axis(rows)

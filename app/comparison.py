@@ -149,7 +149,9 @@ def _merged(ranked: Pair, edges: tuple[str, ...]) -> Ranked:
     )
 
 
-def scatter(ranked: Pair, chosen: Chosen, labels: tuple[str, str]) -> alt.LayerChart:
+def scatter(
+    ranked: Pair, chosen: Chosen, labels: tuple[str, str]
+) -> alt.LayerChart | alt.FacetChart:
     """The scores of the edges that either circuit has, and of a sample of the others."""
     first, second = set(chosen[0].kept), set(chosen[1].kept)
     either = first | second

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import streamlit as st
 import ui
 import worker
 
-STATES = {
+Shown = Literal["running", "complete", "error"]
+
+STATES: dict[str, tuple[str, Shown]] = {
     "running": ("Running", "running"),
     "done": ("Done", "complete"),
     "failed": ("Failed", "error"),
@@ -23,7 +26,7 @@ def begin(path: str, title: str, arguments: list[str]) -> None:
     st.rerun()
 
 
-def show(path: str, when_done: Callable[[worker.Job], None]) -> None:
+def show(path: str, when_done: Callable[[worker.Job], object]) -> None:
     """The job of the URL, followed while it runs."""
     job_id = st.query_params.get("job", "")
     if not job_id:

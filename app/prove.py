@@ -11,9 +11,10 @@ import json
 import sys
 from dataclasses import replace
 
+from circuitlab.circuits import Circuit
 from circuitlab.cli_bench import Bench, load_circuit, open_store
 from circuitlab.cli_output import progress
-from circuitlab.errors import CircuitlabError
+from circuitlab.errors import ArgumentError, CircuitlabError
 
 EDGE_BY_EDGE = 120
 """The most edges that are taken out one by one; of larger circuits, components are."""
@@ -26,6 +27,12 @@ def prove(options: argparse.Namespace) -> str:
 
     with open_store(options.store) as store:
         circuit, run_id = load_circuit(store, options.circuit)
+        if not isinstance(circuit, Circuit):
+            raise ArgumentError(
+                "circuit_needed",
+                f"{options.circuit} is a run of scores; give a circuit's id",
+                value=options.circuit,
+            )
         recipe = (None, options.metric, options.on, None, None, None, None)
         bench = Bench.of(circuit.run, *recipe)
         by = "edges" if len(circuit.edges) <= EDGE_BY_EDGE else "components"

@@ -205,13 +205,13 @@ def go_to_scores(curves: pd.DataFrame) -> None:
 def prompt_table(prompts: Sequence[Mapping[str, Any]], found: pd.DataFrame) -> None:
     """Prompts as tokens, one a row, with what the circuit keeps of each."""
     rows = []
-    for number in found.itertuples():
-        if number.prompt >= len(prompts):
+    for row in found.to_dict("records"):
+        if row["prompt"] >= len(prompts):
             continue
-        prompt = prompts[number.prompt]
+        prompt = prompts[row["prompt"]]
         clean = prompt["clean_token_texts"] or [prompt["clean"] or ""]
         other = prompt["corrupted_token_texts"] or []
-        kept = None if pd.isna(number.kept) else float(number.kept)
+        kept = None if pd.isna(row["kept"]) else float(row["kept"])
         tint = [
             kept if i < len(other) and other[i] != t else None
             for i, t in enumerate(clean)
@@ -219,11 +219,11 @@ def prompt_table(prompts: Sequence[Mapping[str, Any]], found: pd.DataFrame) -> N
         share = "–" if kept is None else f"{kept:.0%}"
         answers = ", ".join(prompt["answer_texts"] or [])
         rows.append(
-            f"<tr><td class='n'>{number.prompt}</td>"
+            f"<tr><td class='n'>{row['prompt']}</td>"
             f"<td>{tokens_html(clean, other, tint)}</td>"
-            f"<td>{html.escape(answers)}</td><td class='n'>{number.metric:.3f}</td>"
-            f"<td class='n'>{number.metric_full:.3f}</td>"
-            f"<td class='n'>{number.metric_ablated:.3f}</td><td class='n'>{share}</td></tr>"
+            f"<td>{html.escape(answers)}</td><td class='n'>{row['metric']:.3f}</td>"
+            f"<td class='n'>{row['metric_full']:.3f}</td>"
+            f"<td class='n'>{row['metric_ablated']:.3f}</td><td class='n'>{share}</td></tr>"
         )
     head = "".join(
         f"<th>{name}</th>"

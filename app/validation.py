@@ -53,7 +53,7 @@ def options(path: str, key: str) -> list[str]:
     ablation = left.selectbox(
         "Other edges carry",
         list(ABLATIONS),
-        format_func=ABLATIONS.get,
+        format_func=ABLATIONS.__getitem__,
         key=f"{key}-abl",
     )
     metric = middle.selectbox("Metric", METRICS, key=f"{key}-metric")

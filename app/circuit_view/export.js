@@ -74,7 +74,7 @@ function pdfShape(el) {
 function pdfOf(svg, width, height) {
   const root = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement;
   const pen = document.createElement("canvas").getContext("2d");
-  const states = new Map(), parts = [`1 0 0 -1 0 ${height} cm 1 J 1 j`];
+  const states = new Map(), parts = [`1 0 0 -1 0 ${height} cm`];
   const alpha = (stroke, fill) => {
     const key = `/CA ${stroke} /ca ${fill}`;
     if (!states.has(key)) states.set(key, `G${states.size}`);
@@ -101,7 +101,7 @@ function pdfOf(svg, width, height) {
       const dash = (el.getAttribute("stroke-dasharray") || "").trim();
       parts.push("q", alpha(faint("stroke-opacity"), faint("fill-opacity")));
       if (fill) parts.push(`${rgb(fill)} rg`);
-      if (stroke) parts.push(`${rgb(stroke)} RG ${el.getAttribute("stroke-width") || 1} w [${dash}] 0 d ${dash ? "0 J" : ""}`);
+      if (stroke) parts.push(`${rgb(stroke)} RG ${el.getAttribute("stroke-width") || 1} w [${dash}] 0 d`);
       parts.push(pdfShape(el), stroke && fill ? "B" : stroke ? "S" : "f", "Q");
       return undefined;
     }

@@ -47,7 +47,9 @@ with st.container(horizontal=True, vertical_alignment="bottom"):
         bind="query-params",
         help="Drop edges that lie on no path from the input to the logits.",
     )
-    actions = st.container(horizontal=True, width="content")
+    actions = st.container(
+        horizontal=True, width="content", vertical_alignment="center"
+    )
 
 view = replace(
     View.of(st.query_params),

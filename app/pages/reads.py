@@ -53,7 +53,7 @@ shown = rows[rows["target_id"] == target]
 shown = shown if what is None else shown[shown["what"] == what]
 shown = shown if example == "all" else shown[shown["example"] == example]
 listed = None if prompts is None else prompts.to_pylist()
-number = int(example) if example.isdecimal() else 0
+number = int(example) if example and example.isdecimal() else 0
 tokens = reading.tokens_of(listed, number)
 cells, order = reading.grid(shown, axis or "site", tokens)
 if cells.empty:

@@ -22,7 +22,7 @@ if len(plans):
     st.dataframe(plans, hide_index=True)
     names = ["every run", *plans["sweep"]]
     sweep = st.selectbox("Sweep", names, key="sweep", bind="query-params")
-    if sweep != names[0]:
+    if sweep and sweep != names[0]:
         rows = sweeping.tagged(rows, runs, sweep) if len(rows) else rows
 else:
     st.caption("No sweep was run beside this store yet: circuitlab sweep sweep.toml")

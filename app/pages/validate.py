@@ -52,7 +52,7 @@ if many:
     rank = ["--rank", view.rank]
     jobs.begin(path, "curve over sizes", ["curve", run["run_id"], *rank, *options])
 
-jobs.show(path, lambda job: st.success("Saved: it is in the picture below."))
+jobs.show(path, lambda job: st.caption("Saved: it is in the picture below."))
 
 rows = data.curves(path, stamp)
 scores = run["run_id"] if run["kind"] == "edge" else run["parent"] or run["run_id"]

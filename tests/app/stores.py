@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -215,6 +216,7 @@ def fill_many(path: Path, count: int = 1000) -> None:
     store.fold()
     assert store.database is not None
     with store.database.writing(5) as con:
+        assert isinstance(con, duckdb.DuckDBPyConnection)
         for table, own in (("run", ", md5(run_id || i) as run_id"), ("edge", "")):
             con.execute(
                 f"insert into {table} select r.* replace (run_no + i * {saved} as run_no"

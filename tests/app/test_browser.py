@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 from stores import GPT2, LARGE, busy_heads, curve_of, edge_table, fill, prompts
 
 from circuitlab.circuits import top_k
@@ -112,13 +112,19 @@ def visit(browser: Browser, address: str) -> Iterator[Visit]:
     no page showed an error."""
     contexts, outside, errors = [], [], []
 
+    def asked(request: Request) -> None:
+        local = (address, address.replace("http", "ws"), "data:", "blob:")
+        if not request.url.startswith(local):
+            outside.append(request.url)
+
     def open_page(path: str, **options) -> Page:
-        size = {"width": 1440, "height": 900}
-        context = browser.new_context(viewport=size, accept_downloads=True, **options)
+        context = browser.new_context(
+            viewport={"width": 1440, "height": 900}, accept_downloads=True, **options
+        )
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
-        page.on("request", lambda r: _is_local(r.url, address) or outside.append(r.url))
+        page.on("request", asked)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
         go(page, f"{address}/{path}")
@@ -131,10 +137,6 @@ def visit(browser: Browser, address: str) -> Iterator[Visit]:
         context.close()
     assert not outside
     assert not errors
-
-
-def _is_local(url: str, address: str) -> bool:
-    return url.startswith((address, address.replace("http", "ws"), "data:", "blob:"))
 
 
 def go(page: Page, url: str) -> None:
