@@ -60,7 +60,7 @@ class ScoreSum:
         self, rows: Rows, source: AblationSource, metric: Metric, stages: list[Stage]
     ) -> None:
         """Score one chunk of examples and add it, whole or not at all."""
-        chunk = _Chunk(self.model, rows, source, metric)
+        chunk = Chunk(self.model, rows, source, metric)
         found = self._empty(rows.clean)
         for stage in stages:
             gradients = chunk.gradients(stage)
@@ -102,7 +102,7 @@ class ScoreSum:
         return before + more
 
     def _scores(
-        self, chunk: _Chunk, gradients: GradientSum, stage: Stage
+        self, chunk: Chunk, gradients: GradientSum, stage: Stage
     ) -> Iterator[tuple[Group, Tensor, int]]:
         """Scores of each receiver group, `[example, sender, receiver]` (with a position
         axis second at that grain), and the first sender they start from.
@@ -126,7 +126,7 @@ class ScoreSum:
                         scores = _summed(seen, group)
                     yield group, scores, first
 
-    def _expanded(self, chunk: _Chunk, start: int, stop: int):
+    def _expanded(self, chunk: Chunk, start: int, stop: int):
         """The sender differences from `start` to `stop`, in blocks that the allocator
         can place where the pass's activations were."""
         row = chunk.difference.stream
@@ -296,7 +296,7 @@ def _row_bytes(model: Backend, prompts: Prompts) -> tuple[int, int]:
     return model.shape.d_model * length * item, rest
 
 
-class _Chunk:
+class Chunk:
     """One chunk's clean and ablated values, and the gradients of any stage."""
 
     def __init__(
