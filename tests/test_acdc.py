@@ -17,10 +17,11 @@ from circuitlab.circuit_state import (
     CircuitState,
     Focus,
     Wiring,
-    heads_are_coupled,
     prepare,
 )
+from circuitlab.coupling import heads_are_coupled
 from circuitlab.errors import CircuitlabError
+from circuitlab.evaluate import measure
 from tests import read_models
 from tests.hand_models import induction_model, ioi_model
 from tests.sequential_acdc import sequential_acdc
@@ -117,6 +118,24 @@ def distance() -> cl.Metric:
         return (difference(logits, batch) - difference(batch.clean_logits, batch)).abs()
 
     return cl.custom(fn, higher_is_better=False, name="distance")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_circuits_with_unread_heads_run_alike_together_and_alone(family):
+    """Under a post-norm a head that nothing reads still moves the layer's scale."""
+    model, prompts = read_models.model(family), pairs()
+    generator = np.random.default_rng(0)
+    circuits = [
+        cl.Circuit.from_edges(
+            [e for e in model.shape.edge_names if generator.random() < share],
+            model.shape,
+        )
+        for share in (0.1, 0.3, 0.5)
+    ]
+    together = measure(model, prompts, cl.logit_diff(), circuits).metric
+    for row, circuit in enumerate(circuits):
+        alone = measure(model, prompts, cl.logit_diff(), [circuit]).metric[0]
+        np.testing.assert_allclose(together[row], alone, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("threshold", [0.001, 0.1])

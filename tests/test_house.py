@@ -37,7 +37,7 @@ LISTED = """
     norms gradients reductions
     backends
     site_info inventory
-    metrics senders ablations receivers circuit_run circuit_state
+    metrics senders ablations receivers coupling circuit_run circuit_state
     donors verb values verbs sourced selections edits doors trace
     payloads payload_json plans sweeps interventions
     targets frozen measure read_rows reads

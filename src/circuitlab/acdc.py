@@ -25,8 +25,9 @@ from circuitlab.ablations import Ablation, AblationSource, as_ablation
 from circuitlab.acdc_trials import Counts, KeptValues, Trials, WholePasses
 from circuitlab.backends import Backend, as_backend
 from circuitlab.checkpoint import Checkpoint
-from circuitlab.circuit_state import heads_are_coupled, prepare
+from circuitlab.circuit_state import prepare
 from circuitlab.circuits import SCHEMA, Circuit, top_fraction
+from circuitlab.coupling import heads_are_coupled
 from circuitlab.edges import edge_scores
 from circuitlab.errors import ArgumentError, DataError
 from circuitlab.methods import EAPIG

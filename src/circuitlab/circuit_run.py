@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
+from circuitlab.coupling import heads_are_coupled
 from circuitlab.senders import SenderValues, constant_writes, head_writes
 from circuitlab.sites import PORTS, fed_by
 
@@ -157,6 +158,7 @@ class CircuitPass:
         self._kept = gates.any(0)[self.active].any(0).cpu().numpy()
         self.streams = _Streams(self.active, side.final, self.copies, self.grad)
         self._feeding = _feeding(model)
+        self._coupled = heads_are_coupled(model)
 
     def run(self, positions: Tensor | None) -> Tensor:
         """Logits `[circuit·example, …]`; `positions` as in `Backend.run`."""
@@ -208,6 +210,9 @@ class CircuitPass:
         return fn
 
     def _needed(self, column: int) -> bool:
+        if self._coupled:
+            # A head that nothing reads still moves what the others add.
+            return bool(self._kept[column])
         return bool(self._kept[column]) and bool(
             np.isin(self._feeding[column], self.active).any()
         )
