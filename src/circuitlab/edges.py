@@ -99,6 +99,8 @@ def edge_scores(
         how = (method, ablation, batch_size, memory_budget, progress)
         return combine([_exact(model, some, metric, *how) for some in sets])
     require(model, Capability.GRADIENTS)
+    if _corrects(method):
+        require(model, Capability.ATTENTION_PATTERN, Capability.RESUME)
     started, clock = now(), time.perf_counter()
     sums = ScoreSum(model, grain, receivers == "head")
     sources: list[AblationSource] = []
@@ -120,6 +122,10 @@ def edge_scores(
     return EdgeTable(sums.rows(), run)
 
 
+def _corrects(method: Method) -> bool:
+    return isinstance(method, EAP) and method.qk_correction
+
+
 def _fold(sums: ScoreSum, source, batch_size, budget, method, progress) -> None:
     """Score one prompt set chunk by chunk."""
     prompts = source.prompts
@@ -130,7 +136,9 @@ def _fold(sums: ScoreSum, source, batch_size, budget, method, progress) -> None:
     stages = method.stages(sums.model.shape)
     with sums.model.frozen():
         for rows in source.chunks(size):
-            sums.add_chunk(rows, source, source.metric, stages)
+            sums.add_chunk(
+                rows, source, source.metric, stages, qk_correction=_corrects(method)
+            )
             if progress:
                 progress(min(rows.start + size, len(prompts)), len(prompts))
 

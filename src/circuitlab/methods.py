@@ -40,8 +40,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class EAP:
-    """Edge attribution patching: the gradient at the clean run (Syed et al. 2023)."""
+    """Edge attribution patching: the gradient at the clean run (Syed et al. 2023).
 
+    `qk_correction` recomputes attention patterns for edges into queries and keys, as
+    AtP* does, where a saturated softmax hides them from the gradient; see `qk.py`.
+    """
+
+    qk_correction: bool = False
     name: ClassVar[str] = "eap"
 
     def stages(self, shape: ModelShape) -> list[Stage]:

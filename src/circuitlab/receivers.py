@@ -21,6 +21,7 @@ from torch import Tensor
 
 from circuitlab.backends import Backend, Tap, TokenBatch
 from circuitlab.errors import ArgumentError, ModelError
+from circuitlab.gradients import gradients_at
 from circuitlab.metrics import Metric
 from circuitlab.norms import Norm
 from circuitlab.sites import PORTS
@@ -153,6 +154,7 @@ class GradientSum:
     def _miss(self, layer: int, port: str) -> None:
         self.unreachable.update(self.model.shape.columns(layer, port).tolist())
 
+    @torch.no_grad()
     def groups(self) -> Iterator[Group]:
         """Yield the gradients at the receivers' pre-norm inputs, in order.
 
@@ -287,12 +289,10 @@ def _backward(values: Tensor, seen: _Seen, logits: Tensor) -> dict:
             "the metric does not depend on the logits (or detaches them), so every score "
             "would be zero; compute it from the logits it is given",
         )
-    names = [key for key, tensor in seen.tensors.items() if tensor.requires_grad]
-    tensors = [seen.tensors[key] for key in names]
-    found = torch.autograd.grad(values.sum(), tensors, allow_unused=True)
-    if all(gradient is None for gradient in found):
+    found = gradients_at(values.sum(), seen.tensors)
+    if all(gradient is None for gradient in found.values()):
         raise ArgumentError(
             "metric_ignores_logits",
             "no receiver reaches the metric: it does not depend on the model's logits",
         )
-    return dict(zip(names, found, strict=True))
+    return found

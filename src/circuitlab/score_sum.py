@@ -24,6 +24,7 @@ from circuitlab.errors import DataError
 from circuitlab.methods import Stage
 from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.prompts import Prompts
+from circuitlab.qk import PatternPass
 from circuitlab.receivers import GradientSum, Group, leaf_tap
 from circuitlab.senders import Collector, SenderValues, collect, expand
 from circuitlab.sites import ModelShape
@@ -57,7 +58,13 @@ class ScoreSum:
     metric_ablated: list[Tensor] = field(default_factory=list)
 
     def add_chunk(
-        self, rows: Rows, source: AblationSource, metric: Metric, stages: list[Stage]
+        self,
+        rows: Rows,
+        source: AblationSource,
+        metric: Metric,
+        stages: list[Stage],
+        *,
+        qk_correction: bool = False,
     ) -> None:
         """Score one chunk of examples and add it, whole or not at all."""
         chunk = Chunk(self.model, rows, source, metric)
@@ -70,6 +77,8 @@ class ScoreSum:
                 block[..., group.columns] += scores.double().cpu().numpy()
             everyone = range(len(self.model.shape.receivers))
             self.reached.update(set(everyone) - gradients.unreachable)
+        if qk_correction:
+            correct_queries_and_keys(chunk, found)
         found *= self.model.shape.edge_mask
         sums = self._plus(tied(found, self.model.shape) if self.by_head else found)
         sums["points"] = sum(len(stage.points) for stage in stages)
@@ -381,11 +390,25 @@ class Chunk:
     @cached_property
     def difference(self) -> SenderValues:
         """Ablated − clean at every real token from `start` on."""
+        return self.whole_difference.map(lambda value: value[:, self.start :])
+
+    @property
+    def whole_difference(self) -> SenderValues:
+        """Ablated − clean at every real token."""
         ablated = self.rows.ablated
         found = (
             self.clean.map(torch.neg) if ablated is None else ablated.minus(self.clean)
         )
-        return found.masked(self.batch.mask).map(lambda value: value[:, self.start :])
+        return found.masked(self.batch.mask)
+
+
+def correct_queries_and_keys(chunk: Chunk, found: np.ndarray) -> None:
+    """Overwrite the scores `[example, sender, receiver]` of edges into queries and keys
+    with those of recomputed attention patterns (`qk.py`)."""
+    patterns = PatternPass(chunk.model, chunk.batch, chunk.metric)
+    for columns, first, scores in patterns.scores(chunk.whole_difference):
+        block = found[:, first : first + scores.shape[1]]
+        block[..., columns] = scores.double().cpu().numpy()
 
 
 def _mixed(clean: Tensor, ablated: Tensor | None, alpha: float) -> Tensor:

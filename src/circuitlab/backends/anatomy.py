@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from circuitlab.backends import LayerSites, Site, Tap, TokenBatch
+from circuitlab.backends.capability_probe import capabilities
 from circuitlab.backends.transformer_lens import TransformerLensModel, norm_of
 from circuitlab.errors import ModelError
 from circuitlab.sites import ModelShape
@@ -163,6 +164,7 @@ def _probe(model: TransformerLensModel) -> TransformerLensModel:
     _check_sums(model, seen)
     model.blocks_return_tuples = seen.tuples
     _check_edits(model, batch, seen)
+    model.capabilities = capabilities(model, batch, seen.logits)
     return model
 
 

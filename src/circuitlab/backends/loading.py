@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -29,9 +30,12 @@ _UNREADABLE = (
     struct.error,
     pickle.UnpicklingError,
     SafetensorError,
+    StrictDataclassError,
 )
 
 
+# Modules draw their weights before these are set; the caller's seeds don't move.
+@torch.random.fork_rng(devices=[])
 @torch.inference_mode(False)
 def load(
     spec: Any,
@@ -244,6 +248,9 @@ def _load_pretrained(spec: str, path: Path, revision, trust_remote_code):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
     except _UNREADABLE:
+        tokenizer = None
+    if tokenizer is not None and not tokenizer.vocab_size:
+        # Without tokenizer files some classes give one that knows no word.
         tokenizer = None
     return model, tokenizer, path.name if path.exists() else spec
 

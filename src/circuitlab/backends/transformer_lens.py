@@ -57,8 +57,12 @@ class TransformerLensModel:
         self.stream = Site("blocks.0", "in")
         self.final_stream = Site("ln_final", "in")
         self.final_out = Site("ln_final", "out")
-        self._modules = list(bridge.modules())
+        # The wrapped model is no child of the bridge, and holds dropout of its own.
+        owners = (bridge, bridge.original_model)
+        self._modules = list(dict.fromkeys(m for o in owners for m in o.modules()))
         self._running = threading.RLock()
+        self._freezing = 0
+        self._frozen: list[nn.Parameter] = []
         self._digest: tuple[tuple[int, ...], str] | None = None
         self._facts: dict[tuple[str, tuple[bool, ...]], Any] = {}
 
@@ -237,15 +241,26 @@ class TransformerLensModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No parameter asks for a gradient inside; the flags are put back after."""
-        asking = [p for p in self.bridge.parameters() if p.requires_grad]
+        """No parameter asks for a gradient inside; the flags are put back after, by
+        whoever leaves last where several threads are inside."""
         try:
-            for parameter in asking:
-                parameter.requires_grad_(False)
+            self._freeze(1)
             yield
         finally:
-            for parameter in asking:
-                parameter.requires_grad_(True)
+            self._freeze(-1)
+
+    def _freeze(self, change: int) -> None:
+        with self._running:
+            self._freezing = max(0, self._freezing + change)
+            if self._freezing == 0:
+                for parameter in self._frozen:
+                    parameter.requires_grad_(True)
+                self._frozen = []
+            elif change > 0:
+                asking = [p for p in self.bridge.parameters() if p.requires_grad]
+                self._frozen += asking
+                for parameter in asking:
+                    parameter.requires_grad_(False)
 
     def module(self, path: str) -> nn.Module:
         """The bridge's module at a dotted path."""
