@@ -34,7 +34,8 @@ def hf_toy() -> Any:
     text = (FOLDER / "gpt2_toy.config.json").read_text(encoding="utf-8")
     values = json.loads(text)
     values = {k: v for k, v in values.items() if not k.startswith("architecture")}
-    config = hf.GPT2Config(**values, attn_implementation="eager")
+    config = hf.GPT2Config(**values)
+    config._attn_implementation = "eager"
     model = hf.GPT2LMHeadModel(config).eval()
     weights = load_file(FOLDER / "gpt2_toy.safetensors")
     model.load_state_dict(weights, strict=False)

@@ -175,12 +175,13 @@ def test_chunks_of_examples_and_circuits_change_no_number(
 ):
     circuits = some_circuits(gpt2) + some_circuits(gpt2, seed=1)
     whole = measure(gpt2, prompts, logit_diff(), circuits, ablation=ablation)
-    for how in (
+    ways: list[dict[str, Any]] = [
         {"batch_size": 1},
         {"configs_per_pass": 1},
         {"batch_size": 2, "configs_per_pass": 4},
         {"memory_budget": 1},
-    ):
+    ]
+    for how in ways:
         found = measure(gpt2, prompts, logit_diff(), circuits, ablation=ablation, **how)
         for name in ("metric", "kl", "accuracy", "full", "ablated"):
             expected = getattr(whole, name)
@@ -283,7 +284,8 @@ def test_a_metric_that_is_not_finite_names_the_example(
         return torch.where(torch.tensor(bad), torch.nan, logits.sum(-1))
 
     metric = custom(fn, higher_is_better=True, name="bad")
-    for how in ({"batch_size": 2}, {"configs_per_pass": 2}, {}):
+    ways: list[dict[str, Any]] = [{"batch_size": 2}, {"configs_per_pass": 2}, {}]
+    for how in ways:
         with pytest.raises(DataError) as caught:
             evaluate(gpt2, prompts, metric, top_k(scored, 20), **how)
         assert caught.value.code == "metric_not_finite"

@@ -71,7 +71,9 @@ def test_kl_by_hand_whatever_positions_the_clean_logits_have(logits: Tensor):
     rows = torch.arange(3)
     clean, now = (x[rows, batch.last].log_softmax(-1) for x in (other, logits))
     expected = (clean.exp() * (clean - now)).sum(-1)
-    everywhere = custom(lambda x, _: x.sum((1, 2)), positions="all", higher_is_better=0)
+    everywhere = custom(
+        lambda x, _: x.sum((1, 2)), positions="all", higher_is_better=True
+    )
     for metric in (kl(), everywhere):
         found = kl()(logits, with_clean_logits(batch, other, metric))
         assert found == pytest.approx(expected.numpy())
