@@ -21,9 +21,10 @@ def curve_chart(rows: pd.DataFrame, here: str = "") -> alt.LayerChart | alt.Face
     """
     rows = rows.assign(mark=rows["circuit_id"] == here)
     size = _size_axis(rows)
-    colour = alt.Color(
-        "series:N", title=None, scale=alt.Scale(range=SERIES), legend=_top()
-    )
+    # Random circuits come last, so that they don't take the first colour.
+    names = sorted(rows["series"].unique(), key=lambda name: name.startswith("random"))
+    scale = alt.Scale(domain=names, range=SERIES)
+    colour = alt.Color("series:N", title=None, scale=scale, legend=_top())
     value = alt.Y("faithfulness:Q", title="faithfulness")
     base = alt.Chart(rows)
     band = base.mark_area(opacity=0.14).encode(

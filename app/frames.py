@@ -30,6 +30,7 @@ def run_table(runs: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     """The runs with the faithfulness of their circuits over sizes, as a small curve."""
     table = runs.copy()
     table["run"] = table["run_id"].str[:8]
+    table["note"] = table["note"].fillna("")
     own = curves[curves["label"] == "circuit"] if len(curves) else curves
     by_run: dict[str, list[float]] = {}
     for column in ("scores", "eval_run"):

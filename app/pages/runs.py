@@ -65,6 +65,7 @@ st.dataframe(
     on_select=choose,
     selection_default={"selection": {"rows": frames.rows_of(table, chosen)}},
     hide_index=True,
+    placeholder="",
     height=min(36 * len(table) + 40, 620),
     column_config=frames.run_columns(),
 )
