@@ -156,7 +156,7 @@ def save_all(bench: Bench) -> list[str]:
             print(f"… {number + 1} runs saved", flush=True)
     folding = timed(lambda: bench.store.fold(wait=30))
     heading("milliseconds")
-    aim = f"aim {AIMS['save']:.0f}; every 8th save folds, which is the tail"
+    aim = f"aim {AIMS['save']:.0f}; some saves also fold, which is the tail"
     line("save a run", ours, aim)
     line("  plain: write Parquet", plain)
     line("fold what was left", [folding])

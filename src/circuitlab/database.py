@@ -3,8 +3,8 @@
 A DuckDB file that one process has open for writing can't be opened by any other, not
 even for reading, and the refusal is immediate. So everybody here opens late, closes
 early and waits a little. One lock file orders them: who folds holds it, and who reads
-passes through it, so that readers queue behind a fold instead of racing it and a fold
-isn't kept out by an endless stream of readers.
+holds it while opening, so that readers queue behind a fold instead of racing it and a
+fold isn't kept out by an endless stream of readers.
 
 Two rules that are easy to break: the file is never opened by other means than
 `duckdb.connect` on its absolute path (on POSIX, closing any other handle of it would
@@ -245,41 +245,36 @@ class Database:
         started = time.monotonic()
         held_since = None
         while True:
-            self._pass_through(started + self.wait)
-            try:
-                return _connect(self.path, read_only=True)
-            except duckdb.Error as error:
-                held = Held.by(error)
-                if held is None:
-                    raise self._typed(error) or error from error
-                held_since = held_since or time.monotonic()
-                ours = not self._lock_is_free()
-            limit = started + self.wait if ours else held_since + self.foreign_wait
-            if not wait_until(limit):
+            with self._turn(started + self.wait) as nobody_folds:
+                try:
+                    return _connect(self.path, read_only=True)
+                except duckdb.Error as error:
+                    held = Held.by(error)
+                    if held is None:
+                        raise self._typed(error) or error from error
+            held_since = held_since or time.monotonic()
+            foreign = held_since + self.foreign_wait
+            if not wait_until(foreign if nobody_folds else started + self.wait):
                 raise self._held(held)
 
-    def _pass_through(self, deadline: float) -> None:
-        """Queue behind a fold. Where the lock can't be made, nobody folds either."""
-        if self.locked:
-            return
-        lock = self._lock()
-        with contextlib.suppress(OSError, filelock.Timeout):
-            patience = max(0.0, deadline - time.monotonic())
-            lock.acquire(timeout=patience, poll_interval=0.01)
-            lock.release()
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[bool]:
+        """Queue behind a fold and keep the next one out while opening.
 
-    def _lock_is_free(self) -> bool:
-        if self.locked:
-            return True
+        Gives False where this process can't have the lock: it may read only.
+        """
         lock = self._lock()
         try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            return False
-        except OSError:
-            return True
-        lock.release()
-        return True
+            if not self.locked:
+                patience = max(0.0, deadline - time.monotonic())
+                lock.acquire(timeout=patience, poll_interval=0.005)
+        except (OSError, filelock.Timeout):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def _open_to_write(self, deadline: float) -> duckdb.DuckDBPyConnection | Held:
         while True:

@@ -212,3 +212,31 @@ def _move_aside(path: Path, report: Repaired) -> None:
     with os_errors(path, writing=True), contextlib.suppress(FileNotFoundError):
         path.rename(target)
         report.set_aside.append(str(target))
+
+
+def check_store(database: Database | None, spool: Spool, deep: bool) -> Check:
+    """Check the spool, and the database where there is one."""
+    found, problems = 0, check_parts(spool)
+    if database is not None and database.exists():
+        found, wrong = check_database(database, deep)
+        problems += wrong
+    return Check(found, len(spool.entries()[0]), tuple(problems), deep)
+
+
+def repair_store(database: Database, spool: Spool, folder: LocalFolder) -> Repaired:
+    """Set aside what is damaged, and put what can be read back into the spool."""
+    report = Repaired()
+    set_parts_aside(spool, folder, report)
+    if not database.exists():
+        return report
+    _, wrong = check_database(database, deep=True)
+    codes = {problem.code for problem in wrong}
+    ours = database.journal_path.exists()
+    if "store_corrupt" in codes or ("store_not_duckdb" in codes and ours):
+        with database.exclusive() as locked:
+            rebuild(locked, spool, report)
+    elif wrong:
+        # Held, newer, or never a store: the error says so itself.
+        with database.reading():
+            pass
+    return report

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,7 @@ from circuitlab.records import (
     record_of,
     thing_of,
 )
-from circuitlab.repair import (
-    Check,
-    Repaired,
-    check_database,
-    check_parts,
-    rebuild,
-    set_parts_aside,
-)
+from circuitlab.repair import Check, Repaired, check_store, repair_store
 from circuitlab.share import copy_runs, export_runs, import_parts
 from circuitlab.spool import Event, Folder, Spool, part_of_dataset, part_of_record
 from circuitlab.stored_rows import read_dataset, read_record
@@ -48,9 +42,12 @@ from circuitlab.stored_rows import read_dataset, read_record
 log = logging.getLogger(__name__)
 
 FILE = "circuitlab.duckdb"
-FOLD_AT = 8
-"""A save folds when this many parts wait; closing folds whatever is left."""
-FOLD_SECONDS = 0.5
+FOLD_AT, FOLD_ALWAYS = 8, 64
+"""A save folds when so many parts wait, but rests in between unless it is very many.
+Closing folds whatever is left."""
+FOLD_SECONDS = 1.0
+REST = 2.0
+"""How many times the length of its last fold a store rests."""
 CLOSE_SECONDS = 5.0
 
 
@@ -79,6 +76,7 @@ class Store:
         self._saved = False
         self._probed = False
         self._current = False
+        self._rests_until = 0.0
         self.database: Database | None = None
         folder: Folder
         if "://" in where:
@@ -125,7 +123,9 @@ class Store:
             self._put(*part_of_dataset(dataset_of(prompts)))
         if not self._put(name, files):
             self.spool.say(Event.now(record.run_id, "restore"))
-        if len(self.spool.folder.names()) >= FOLD_AT:
+        waiting = 0 if self.database is None else len(self.spool.folder.names())
+        rested = time.monotonic() >= self._rests_until
+        if waiting >= FOLD_ALWAYS or (waiting >= FOLD_AT and rested):
             self._try_to_fold(FOLD_SECONDS)
         return record.run_id
 
@@ -329,11 +329,7 @@ class Store:
 
     def check(self, *, deep: bool = False) -> Check:
         """Look for damage. `deep` reads every row and derives every id again."""
-        found, problems = 0, check_parts(self.spool)
-        if self.database is not None and self.database.exists():
-            found, wrong = check_database(self.database, deep)
-            problems += wrong
-        return Check(found, len(self.spool.entries()[0]), tuple(problems), deep)
+        return check_store(self.database, self.spool, deep)
 
     def repair(self) -> Repaired:
         """Set damaged parts and a damaged file aside, and save what they still give.
@@ -341,25 +337,13 @@ class Store:
         Nothing is deleted. Says which runs were saved and which are lost. Raises
         StoreError `store_not_duckdb` for a file that was never a store.
         """
-        report = Repaired()
         if self.database is None or not isinstance(self.spool.folder, LocalFolder):
             raise StoreError(
                 "remote_not_repaired",
                 f"{self.path}: repair a copy (circuitlab export), then put it back",
                 path=self.path,
             )
-        set_parts_aside(self.spool, self.spool.folder, report)
-        if self.database.exists():
-            _, wrong = check_database(self.database, deep=True)
-            codes = {problem.code for problem in wrong}
-            ours = self.database.journal_path.exists()
-            if "store_corrupt" in codes or ("store_not_duckdb" in codes and ours):
-                with self.database.exclusive() as database:
-                    rebuild(database, self.spool, report)
-            elif wrong:
-                # Held, newer, or never a store: the error says so itself.
-                with self.database.reading():
-                    pass
+        report = repair_store(self.database, self.spool, self.spool.folder)
         self.fold(None)
         return report
 
@@ -454,14 +438,17 @@ class Store:
         )
 
     def _try_to_fold(self, seconds: float) -> None:
+        started = time.monotonic()
         try:
             found = self.fold(seconds, wait=0.1)
         except StoreError as error:
             # The save is done and safe in the spool; folding is for another time.
             log.warning("not folded: %s", error)
-            return
-        if found.held_by and found.pid:
-            log.info("%s (pid %s) has the store open", found.held_by, found.pid)
+        else:
+            if found.pid:
+                log.info("%s (pid %s) has the store open", found.held_by, found.pid)
+        ended = time.monotonic()
+        self._rests_until = ended + REST * (ended - started)
 
     def _bring_up_to_date(self) -> None:
         """Apply migrations before the first read, where this process may write."""
