@@ -41,8 +41,9 @@ def pairs(n: int = 3) -> cl.Prompts:
 UNCOUPLED = ["gpt2", "llama", "neox", "neox_sequential", "opt", "bloom", "phi"]
 
 
-@pytest.mark.parametrize("ablation", ["patch", "mean"])
-@pytest.mark.parametrize("family", UNCOUPLED)
+@pytest.mark.parametrize(
+    ("family", "ablation"), [*((f, "patch") for f in UNCOUPLED), ("gpt2", "mean")]
+)
 def test_a_state_gives_what_whole_passes_give(family, ablation):
     model, metric = read_models.model(family), cl.logit_diff()
     shape, prompts = model.shape, pairs()
@@ -169,7 +170,7 @@ def test_on_the_embedded_model(task, threshold):
 def test_guesses_and_chunks_change_no_decision():
     model, prompts = read_models.model(), pairs(5)
     first = acdc_sweep(model, prompts, thresholds=[0.02], speculate=1)[0]
-    for guesses, size in ((3, None), (40, None), (8, 2)):
+    for guesses, size in ((3, 2), (40, None)):
         again = acdc_sweep(
             model, prompts, thresholds=[0.02], speculate=guesses, batch_size=size
         )[0]
@@ -177,10 +178,7 @@ def test_guesses_and_chunks_change_no_decision():
         np.testing.assert_allclose(
             again.decisions.scores, first.decisions.scores, rtol=0, atol=1e-12
         )
-    passes = [
-        acdc(model, prompts, threshold=0.02, speculate=k).provenance["passes"]
-        for k in (1, 40)
-    ]
+    passes = [r.circuit.provenance["passes"] for r in (first, again)]
     assert passes[1] < passes[0]
 
 
@@ -210,7 +208,7 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, thresholds):
     whole = acdc_sweep(model, prompts, **options)
     text = path.read_bytes()
     lines = text.count(b"\n")
-    for kept in (len(text) // 7, len(text) // 2, len(text) - 3):
+    for kept in (len(text) // 3, len(text) - 3):
         path.write_bytes(text[:kept])
         again = acdc_sweep(model, prompts, **options)
         for one, other in zip(again, whole, strict=True):
@@ -223,6 +221,10 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, thresholds):
     with pytest.raises(CircuitlabError) as refused:
         acdc(model, prompts, threshold=0.5, checkpoint=path)
     assert refused.value.code == "checkpoint_mismatch"
+    path.write_bytes(text.replace(b'"edge"', b"edge", 1))
+    with pytest.raises(CircuitlabError) as refused:
+        acdc_sweep(model, prompts, thresholds=thresholds, checkpoint=path)
+    assert refused.value.code == "checkpoint_corrupt"
 
 
 def test_an_interrupted_run_has_kept_its_steps(tmp_path):

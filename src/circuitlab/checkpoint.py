@@ -20,7 +20,7 @@ class Checkpoint:
     """Steps on the disk. `steps` holds those that were there when it was opened.
 
     `head` identifies the computation, as plain JSON values. Raises DataError
-    `checkpoint_mismatch` for a file of another computation.
+    `checkpoint_mismatch` for a file of another computation, `checkpoint_corrupt`.
     """
 
     def __init__(self, path: str | Path, head: Mapping[str, Any]):
@@ -34,7 +34,7 @@ class Checkpoint:
 
     def _read(self, head: Mapping[str, Any]) -> None:
         whole, _, cut = self.path.read_bytes().rpartition(b"\n")
-        lines = [json.loads(line) for line in whole.split(b"\n") if line]
+        lines = [self._parsed(line) for line in whole.split(b"\n") if line]
         if cut:
             os.truncate(self.path, len(whole) + 1 if whole else 0)
         if not lines:
@@ -53,6 +53,18 @@ class Checkpoint:
                 value=found,
                 expected=dict(head),
             )
+
+    def _parsed(self, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                "checkpoint_corrupt",
+                f"{self.path} holds a line that is no JSON: {line[:60]!r}; delete the file "
+                "and start again",
+                path=str(self.path),
+                value=line[:200].decode(errors="replace"),
+            ) from error
 
     def append(self, *steps: Any) -> None:
         """Write steps, durably: they are on the disk when this returns."""
