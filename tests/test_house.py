@@ -41,7 +41,7 @@ LISTED = """
     donors verb values verbs sourced selections edits doors trace
     payloads payload_json plans sweeps interventions
     targets frozen measure read_rows reads
-    combining score_sum exact edges evaluate validate calibrate edge_mask
+    qk combining score_sum nodes exact edges evaluate validate calibrate edge_mask
     acdc_trials acdc
     EDGES
     engines distribute sweep_summary sweep_cells sweep
