@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -290,6 +293,32 @@ def test_provenance_says_how_it_came_about():
     assert facts["decisions"] + facts["skipped"] == model.shape.n_edges
     other = acdc_sweep(model, prompts, thresholds=[0.03])[0]
     assert other.decisions.run.policy_digest != found.decisions.run.policy_digest
+
+
+OTHER_PROCESS = """
+from circuitlab.acdc import acdc
+from tests import read_models
+from tests.test_acdc import pairs
+found = acdc(read_models.model(), pairs(), threshold=0.02)
+print(found.id, found.provenance["order_digest"], found.provenance["decisions"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_other_processes_find_the_same_circuit(hash_seed):
+    found = acdc(read_models.model(), pairs(), threshold=0.02)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS],
+        cwd=Path(__file__).resolve().parent.parent,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    facts = found.provenance
+    expected = [found.id, facts["order_digest"], str(facts["decisions"])]
+    assert done.stdout.split()[-3:] == expected
 
 
 @pytest.mark.parametrize(
