@@ -264,3 +264,10 @@ def test_nothing_is_printed_by_loading_a_missing_model():
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert done.stdout.split() == ["model_file_missing"], done.stderr
+
+
+def test_a_model_with_pruned_components_loads_in_every_precision():
+    """The embedded model's dead heads and MLPs write nothing, whatever they read."""
+    for dtype in (torch.float32, torch.float64):
+        model = load_model("embedded", dtype=dtype)
+        assert model.shape.n_edges == 262

@@ -447,8 +447,7 @@ def edge_rows(
     `score` and `stderr` are float64, one per edge. Where a status is not `ok` the
     numbers are dropped.
     """
-    senders, receivers = shape.edge_indices
-    count = len(senders)
+    count = shape.n_edges
     statuses = np.full(count, status) if isinstance(status, str) else np.asarray(status)
     missing = statuses != "ok"
     errors = np.full(count, np.nan) if stderr is None else stderr

@@ -184,9 +184,7 @@ def shoot(page: Page, name: str) -> None:
         page.wait_for_timeout(1500)
         taken = Image.open(io.BytesIO(page.screenshot()))
         # Few colours make small files, and the pages have few.
-        small = taken.convert("RGB").quantize(
-            256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-        )
+        small = taken.convert("RGB").quantize(256, kmeans=3, dither=Image.Dither.NONE)
         small.save(Path(folder) / f"{name}.png", optimize=True)
 
 
