@@ -14,7 +14,7 @@ from circuitlab.prompts import Prompts
 
 VOCAB, WIDTH, LAYERS, HEADS = 61, 32, 2, 4
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
@@ -22,9 +22,9 @@ _COMMON = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-_GROUPED = {**_COMMON, "num_key_value_heads": 2}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-_NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GROUPED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2}
+_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+_NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: hf.GPT2Config(**_GPT2, n_inner=48, n_positions=64, **_NO_IDS),
@@ -119,7 +119,8 @@ def native_bridge(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Modu
         **options,
     )
     torch.manual_seed(0)
-    return TransformerBridge.boot_native(config).to(dtype)
+    boot: Any = TransformerBridge
+    return boot.boot_native(config).to(dtype)
 
 
 def token_prompts(n: int = 3, length: int = 7, seed: int = 0) -> Prompts:

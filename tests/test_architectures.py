@@ -213,9 +213,9 @@ def test_grouped_scores_are_sums_of_ungrouped_ones(family, prompts):
 def test_compatibility_mode_gives_a_model_with_its_own_exact_identities(
     family, prompts
 ):
-    source = load_model(hf_model(family)).bridge
+    source = family_model(family).bridge
     source.enable_compatibility_mode()
-    model = load_model(source)
+    model: Any = load_model(source)
     assert model.processing == "compatibility"
     scores = edge_scores(model, prompts, logit_diff()).scores
     gates = torch.ones(1, *model.shape.edge_mask.shape, dtype=model.dtype)
@@ -230,9 +230,9 @@ def test_zero_ablation_keeps_attention_biases(family, prompts):
     found = measure(model, prompts, logit_diff(), [empty], ablation=Zero())
     biases = [constant_writes(model, i) for i in range(model.shape.n_layers)]
     biases = [bias for bias in biases if bias is not None]
-    stream = (
-        sum(biases) if biases else torch.zeros(model.shape.d_model, dtype=model.dtype)
-    )
+    stream = torch.zeros(model.shape.d_model, dtype=model.dtype)
+    for bias in biases:
+        stream = stream + bias
     batch = model.batch(prompts.clean, prompts.answers, prompts.wrong_answers)
     tap = Tap(model.final_stream, lambda x: stream.expand_as(x))
     expected = logit_diff()(model.run(batch, [tap], positions=batch.last), batch)

@@ -180,9 +180,7 @@ def test_reads_equal_captum_and_plain_autograd_on_smollm2(
     tokens = torch.tensor(rows)
     compare(found, by_autograd(hf, tokens, list(kinds)), kinds, tolerance)
     # One call a site is slow, so Captum gets the layers at both ends.
-    some = [
-        p for p in kinds if ".layers." not in p or p.split(".")[2] in ("0", "29")
-    ]
+    some = [p for p in kinds if ".layers." not in p or p.split(".")[2] in ("0", "29")]
     captum = {path: by_captum(hf, tokens, path) for path in some}
     compare(found, captum, kinds, tolerance)
 

@@ -474,9 +474,8 @@ def _name_columns(shape: ModelShape) -> dict[str, pa.Array]:
     reader_layer = pa.array([r.component.layer for r in shape.receivers], pa.int32())
     receiver = pa.array([r.name for r in shape.receivers])
     of_sender, of_receiver = pa.array(senders), pa.array(receivers)
-    name = pc.binary_join_element_wise(
-        sender.take(of_sender), receiver.take(of_receiver), "->"
-    )
+    join: Any = pc.binary_join_element_wise  # pyright: ignore[reportAttributeAccessIssue]
+    name = join(sender.take(of_sender), receiver.take(of_receiver), "->")
     return {
         "edge": name,
         "sender": sender.take(of_sender),
