@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 
 import data
@@ -50,7 +51,7 @@ def filtered(
     tags: Sequence[str],
     text: str,
     days: int | None,
-    now: pd.Timestamp,
+    now: datetime.datetime,
 ) -> pd.DataFrame:
     """The rows that meet all filters; an empty filter asks for nothing."""
     keep = pd.Series(data=True, index=table.index)
@@ -61,7 +62,7 @@ def filtered(
         keep &= table["tags"].map(lambda own: bool(set(own) & set(tags)))
     if days is not None:
         saved = pd.to_datetime(table["saved_at"], utc=True)
-        keep &= saved > now - pd.Timedelta(days=days)
+        keep &= saved > now - datetime.timedelta(days=days)
     if text:
         columns = ["run_id", "model", "task", "method", "metric", "note", "kind"]
         joined = table[columns].fillna("").astype(str).agg(" ".join, axis=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+
 import data
 import frames
-import pandas as pd
 import streamlit as st
 import ui
 
@@ -40,7 +41,7 @@ with st.container(horizontal=True, vertical_alignment="bottom"):
 table = frames.run_table(runs, data.curves(path, stamp))
 equal = {"kind": kinds, "model": models, "task": tasks, "method": methods}
 table = frames.filtered(
-    table, equal, tagged, text, PERIODS[period], pd.Timestamp.now("UTC")
+    table, equal, tagged, text, PERIODS[period], datetime.datetime.now(datetime.UTC)
 )
 table = frames.sorted_by(table, sort).reset_index(drop=True)
 
