@@ -23,8 +23,17 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _GROUPED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2}
-_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-_NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+}
+_NO_IDS: dict[str, Any] = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: hf.GPT2Config(**_GPT2, n_inner=48, n_positions=64, **_NO_IDS),

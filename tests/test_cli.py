@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from circuitlab import cli
+from circuitlab.data import embedded_model
 from circuitlab.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
