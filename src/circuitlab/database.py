@@ -151,6 +151,7 @@ class Database:
 
     def outdated(self) -> bool:
         """Whether migrations are missing; False where that can't be seen now."""
+        self.refuse_foreign()
         try:
             con = _connect(self.path, read_only=True)
         except duckdb.Error:
