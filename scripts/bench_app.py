@@ -89,6 +89,14 @@ def first_paint(page: Page, url: str, selector: str) -> float:
     return time.perf_counter() - started
 
 
+def slide(page: Page, step: int) -> list[float]:
+    """Milliseconds until the new picture, and until the server's answer, on a page that
+    has come to rest."""
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
+    page.wait_for_timeout(1000)
+    return page.evaluate(SLIDE, step)
+
+
 def memory(process: subprocess.Popen) -> float:
     """Resident memory of the server, MB."""
     status = Path(f"/proc/{process.pid}/status")
@@ -135,7 +143,7 @@ def bench_circuit(page: Page, folder: Path, tries: int) -> None:
             tell(f"Circuit of {size} edges: first paint, first visit", f"{first:.2f} s")
             tell(f"Circuit of {size} edges: first paint", f"{later:.2f} s", "aim 2 s")
             steps = [3, -6] * tries
-            times = [page.evaluate(SLIDE, step) for step in steps]
+            times = [slide(page, step) for step in steps]
             drawn = statistics.median(t[0] for t in times)
             whole = statistics.median(t[1] for t in times)
             tell("  slider to new picture", f"{drawn:.0f} ms", "aim 300 ms")

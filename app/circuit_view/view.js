@@ -28,7 +28,10 @@ class CircuitView {
     this.plan = layout(data);
     this.find(".bar:not(.tools)").hidden = Boolean(data.side);
     this.curves = data.s.map((s, i) => curve(this.plan.boxes[s], this.plan.boxes[data.t[i]], data.p[i]));
-    if (fresh || !this.state || data.state.seq >= this.seq) {
+    // While a slider moves, an answer to what was said before must not move it back.
+    const sliding = this.before && !fresh;
+    if (!this.state || (!sliding && (fresh || data.state.seq >= this.seq))) {
+      this.before = null;
       this.state = JSON.parse(JSON.stringify(data.state));
       this.seq = Math.max(this.seq, data.state.seq);
     }
@@ -419,9 +422,12 @@ class CircuitView {
     const scaled = (el) => Math.round(Math.expm1((el.value / 1000) * Math.log1p(Math.max(1, this.data.n))));
     const above = (el) => { const [low, high] = this.keyRange(); return this.sizeAbove(low * (high / low) ** (el.value / 1000) * (1 - 1e-9)); };
     on(".size", "input", (e) => this.slide(scaled(e.target)));
-    on(".size", "change", () => this.change({}));
     on(".cut", "input", (e) => this.slide(above(e.target)));
-    on(".cut", "change", () => this.change({}));
+    // A slider that is put back where it was fires no change: it still came to rest.
+    const rest = () => this.before && this.change({});
+    for (const slider of [".size", ".cut"]) {
+      for (const end of ["change", "pointerup", "blur"]) on(slider, end, rest);
+    }
     on(".count", "change", (e) => { this.slide(parseInt(e.target.value || "0", 10)); this.change({}); });
     on(".undo", "click", () => this.step(this.past, this.future));
     on(".redo", "click", () => this.step(this.future, this.past));

@@ -237,6 +237,24 @@ def test_a_slider_redraws_and_the_url_follows(visit, store):
     assert int(page.locator(".sheet > svg").get_attribute("data-k") or 0) < int(k or 0)
 
 
+def test_an_answer_does_not_move_a_slider_back(visit, store):
+    """The server answers one move while the next is under way."""
+    page = visit(f"circuit?run={store[1]['gpt2']}&k=300")
+    wait_k(page, 300)
+    slider = page.locator(".size")
+    move = "(s, by) => { s.value = Number(s.value) + by; s.dispatchEvent(new Event('input')); }"
+    rest = "s => s.dispatchEvent(new Event('change'))"
+    slider.evaluate(move, 40)
+    slider.evaluate(rest)
+    slider.evaluate(move, 60)
+    page.wait_for_function("() => !location.search.includes('k=300')")
+    settled(page)
+    under_way = page.locator(".sheet > svg").get_attribute("data-k")
+    slider.evaluate(rest)
+    wait_url(page, rf"k={under_way}\b")
+    assert metric(page, "Edges") == f"{drawn(page):,}"
+
+
 def test_browser_and_library_prune_alike(visit, store):
     page = visit(f"circuit?run={store[1]['gpt2']}&k=50")
     edges = edge_table(GPT2, model="gpt2", task="ioi", digest=prompts().digest)
