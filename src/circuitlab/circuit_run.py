@@ -127,8 +127,12 @@ class _Streams:
         shape = (mask.shape[1], *self.shape)
         if self.count == 0:
             return base.expand(shape)
-        seen = self._seen()
-        kept = torch.bmm(mask[:, :, : self.count], seen.transpose(0, 1))
+        seen, mask = self._seen(), mask[:, :, : self.count]
+        used = mask.detach().any(0).any(0).nonzero()[:, 0]
+        if 2 * len(used) < self.count:
+            # Most senders are cut here: reading the few that aren't is cheaper.
+            seen, mask = seen[used], mask[:, :, used]
+        kept = torch.bmm(mask, seen.transpose(0, 1))
         return kept.transpose(0, 1).reshape(shape) + base
 
     def _seen(self) -> Tensor:

@@ -44,6 +44,8 @@ def app(
         try:
             raise typer.Exit(server.wait())
         except KeyboardInterrupt:
+            # A terminal sends Ctrl-C to both; a script, to this process alone.
+            server.terminate()
             server.wait()
             raise
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 MEMORY_BUDGET = 1 << 30
 """Bytes that a pass's stream differences may take, by default."""
 
+CPU_TOKENS = 192
+"""Tokens, over circuits and examples, that one pass takes on a CPU. Products are as fast
+from there on, and a pass of fewer circuits skips what none of them keeps."""
+
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The circuit sizes of the MIB benchmark, as fractions of all edges."""
 
@@ -144,7 +148,10 @@ def _chunking(
     one += 2 * model.shape.d_vocab * (1 if metric.positions == "last" else longest)
     one *= torch.finfo(model.dtype).bits // 8
     size = max(1, min(len(prompts), budget // one))
-    return size, max(1, budget // (one * size))
+    at_once = max(1, budget // (one * size))
+    if model.device.type == "cpu":
+        at_once = min(at_once, max(1, CPU_TOKENS // (size * longest)))
+    return size, at_once
 
 
 @torch.no_grad()
