@@ -30,10 +30,6 @@ RECEIVERS_AT_ONCE = 128
 """How many receivers one score product takes, where there are as many."""
 
 
-GROUP_BYTES = 28 << 20
-"""The most that one group's gradients take, if it holds more than one layer."""
-
-
 @dataclass
 class _PortSum:
     """Sum over points of one port's cotangents: r·dq and the rank-one norm terms."""
@@ -163,7 +159,7 @@ class GradientSum:
         """
         shape = self.model.shape
         per_layer = len(shape.columns(0, "q")) + 2 * shape.n_kv_heads + 1
-        step = max(1, self._at_once() // per_layer)
+        step = max(1, RECEIVERS_AT_ONCE // per_layer)
         buffer = self._buffer(min(step, shape.n_layers) * per_layer)
         for first in range(0, shape.n_layers, step):
             layers = range(first, min(first + step, shape.n_layers))
@@ -177,14 +173,6 @@ class GradientSum:
     def _parts(self, layer: int) -> list[tuple[int, str]]:
         ports = [(layer, port) for port in PORTS if (layer, port) in self._ports]
         return [*ports, (layer, "in")] if layer in self._mlps else ports
-
-    def _at_once(self) -> int:
-        """How many receivers one group takes: many, but no larger than a block."""
-        like = next(iter([*self._mlps.values(), *self._cotangents()]), None)
-        if like is None:
-            return 1
-        row = like.shape[0] * like.shape[1] * self.model.shape.d_model
-        return min(RECEIVERS_AT_ONCE, GROUP_BYTES // (row * like.element_size()))
 
     def _buffer(self, receivers: int) -> Tensor | None:
         """One buffer that every group is written into in turn."""

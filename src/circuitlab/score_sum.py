@@ -31,7 +31,14 @@ from circuitlab.sites import ModelShape
 from circuitlab.tables import edge_rows
 
 BLOCK_BYTES = 24 << 20
-"""The size of one block of sender differences, if it holds at least one sender."""
+"""The size of one block of sender differences, unless that is too few senders."""
+
+CPU_TOKENS = 256
+"""Tokens that one chunk takes on a CPU: a pass is as fast per token from there on, and
+products over more no longer fit its caches."""
+
+SENDERS_AT_ONCE = 64
+"""The fewest senders in a block: matrix products want many at once."""
 
 Grain = Literal["site", "position", "example"]
 
@@ -139,7 +146,8 @@ class ScoreSum:
         """The sender differences from `start` to `stop`, in blocks that the allocator
         can place where the pass's activations were."""
         row = chunk.difference.stream
-        step = max(1, BLOCK_BYTES // max(1, row.numel() * row.element_size()))
+        bytes_each = max(1, row.numel() * row.element_size())
+        step = max(SENDERS_AT_ONCE, BLOCK_BYTES // bytes_each)
         for first in range(start, stop, step):
             yield (
                 first,
@@ -288,7 +296,10 @@ def chunk_size(
     matrices = max(map(len, prompts.clean)) if grain == "position" else 1
     scores = 8 * matrices * model.shape.edge_mask.size
     one = (len(model.shape.senders) + rest) * row + scores
-    return max(1, min(len(prompts), memory_budget // one))
+    size = min(len(prompts), memory_budget // one)
+    if model.device.type == "cpu":
+        size = min(size, CPU_TOKENS // max(map(len, prompts.clean)))
+    return max(1, size)
 
 
 def sender_block(model: Backend, prompts: Prompts, memory_budget: int) -> int:
