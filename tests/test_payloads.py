@@ -32,6 +32,7 @@ from circuitlab.interventions import (
     plan,
     run,
 )
+from circuitlab.inventory import inventory
 from circuitlab.prompts import Prompts
 
 ROWS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
@@ -174,6 +175,7 @@ def test_batches_and_set_counts_change_no_number(model: Any):
 
 
 def test_the_baseline_is_computed_once_for_each_batch(toy: Any):
+    inventory(toy)  # found by a forward of its own, once a model
     forwards = []
     handle = toy.bridge.original_model.register_forward_hook(
         lambda _m, args, _o: forwards.append(len(args[0]))
