@@ -32,7 +32,6 @@ from circuitlab.interventions import (
     plan,
     run,
 )
-from circuitlab.inventory import inventory
 from circuitlab.prompts import Prompts
 
 ROWS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
