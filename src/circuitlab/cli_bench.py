@@ -12,6 +12,7 @@ from circuitlab.errors import ArgumentError, StoreError
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
     from circuitlab.circuits import Circuit
+    from circuitlab.cli_options import Measuring
     from circuitlab.evaluate import Evaluation
     from circuitlab.prompts import Prompts
     from circuitlab.store import Store
@@ -71,6 +72,22 @@ def load_circuit(store: Store, any_id: str) -> tuple[Circuit | EdgeTable, str]:
     return found, run_id
 
 
+def require_circuit(store: Store, any_id: str) -> Circuit:
+    """The circuit of that id. Raises StoreError `run_kind_wrong`, and as `load`."""
+    from circuitlab.circuits import Circuit
+
+    found, _ = load_circuit(store, any_id)
+    if not isinstance(found, Circuit):
+        raise StoreError(
+            "run_kind_wrong",
+            f"{any_id} is a run of edge scores; give a circuit, as `circuitlab circuit` "
+            "prints it",
+            value="edge",
+            expected="circuit",
+        )
+    return found
+
+
 def _by_circuit_id(store: Store, prefix: str) -> str | None:
     """The latest saved circuit with an id that begins so."""
     query = """
@@ -100,16 +117,7 @@ class Bench:
     prompts: Prompts
 
     @staticmethod
-    def of(
-        run: Run | None,
-        model: str | None,
-        metric: str | None,
-        on: str,
-        task: str | None,
-        file: Any,
-        n: int | None,
-        seed: int | None,
-    ) -> Bench:
+    def of(run: Run | None, asked: Measuring) -> Bench:
         """Load a run's model again and draw prompts to evaluate on.
 
         Raises StoreError `run_not_reproducible`, ArgumentError `prompts_choice_unknown`,
@@ -122,30 +130,33 @@ class Bench:
                 "library, on a model and prompts of your own",
                 value=None,
             )
-        if on not in ("held-out", "scored"):
+        if asked.on not in ("held-out", "scored"):
             raise ArgumentError(
                 "prompts_choice_unknown",
-                f"--on {on!r}: write held-out or scored",
-                value=on,
+                f"--on {asked.on!r}: write held-out or scored",
+                value=asked.on,
                 expected=["held-out", "scored"],
             )
         recipe = Recipe.of(run)
         recipe = replace(
-            recipe, model=model or recipe.model, metric=metric or recipe.metric
+            recipe,
+            model=asked.model or recipe.model,
+            metric=asked.metric or recipe.metric,
         )
         recipe.metric_value()
         loaded = recipe.load_model()
         _require_same_model(loaded, run)
         scored = recipe.prompts(loaded)
-        if task or file:
+        n, seed = asked.n, asked.seed
+        if asked.task or asked.file:
             other = recipe.on(
-                task=task, file=str(file) if file else None, n=n,
+                task=asked.task, file=asked.file, n=n,
                 seed=recipe.seed if seed is None else seed,
             )  # fmt: skip
             return Bench(recipe, loaded, scored, other.prompts(loaded))
         if n is not None or seed is not None:
             return Bench(recipe, loaded, scored, _redrawn(recipe, loaded, n, seed))
-        prompts = scored if on == "scored" else recipe.held_out(loaded)
+        prompts = scored if asked.on == "scored" else recipe.held_out(loaded)
         return Bench(recipe, loaded, scored, prompts)
 
     def evaluate(self, circuit: Circuit, ablation: str, parent: str) -> Evaluation:
@@ -167,7 +178,8 @@ def _redrawn(
     held = recipe.held_out(model) if seed is None else None
     if held is not None:
         return held if n is None or n >= len(held) else held[:n]
-    other = replace(recipe, seed=seed, n=recipe.n if n is None else n)
+    first = recipe.each()[0]
+    other = replace(first, seed=seed, n=first.n if n is None else n)
     return other.prompts(model)
 
 

@@ -43,16 +43,11 @@ EVAL_COLUMNS = (
 )
 
 
+@opt.grouped
 def circuit(
     run_id: opt.RunId,
-    top_k: opt.TopK = None,
-    top_fraction: opt.TopFraction = None,
-    threshold: opt.Threshold = None,
-    greedy: opt.Greedy = None,
-    mass: opt.Mass = None,
-    select: opt.Select = None,
-    rank: opt.Rank = None,
-    no_prune: opt.NoPrune = False,
+    *,
+    cut: opt.Cut,
     name: Annotated[str, typer.Option(help="A name for the circuit.")] = "",
     store: opt.Store = None,
     as_json: opt.Json = False,
@@ -68,10 +63,7 @@ def circuit(
     """
     with open_store(store) as opened:
         edges = load_edges(opened, run_id)
-        cuts = _cuts(top_k, top_fraction, threshold, greedy, mass)
-        found = replace(
-            choose(edges, cuts, where=select, rank=rank, prune=not no_prune), name=name
-        )
+        found = replace(choose(edges, cut), name=name)
         saved = opened.save(found)
     if not found and found.provenance.get("dangling"):
         remark("no edge chosen lies on a path to the logits; --no-prune keeps them")
@@ -115,31 +107,15 @@ def circuit_facts(circuit: Circuit, saved: str) -> dict[str, Any]:
     }
 
 
-def _cuts(
-    top_k: int | None,
-    top_fraction: float | None,
-    threshold: float | None,
-    greedy: int | None,
-    mass: float | None,
-) -> dict[str, Any]:
-    given = {
-        "top_k": top_k,
-        "top_fraction": top_fraction,
-        "threshold": threshold,
-        "greedy": greedy,
-        "cumulative_mass": mass,
-    }
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def choose(edges: EdgeTable, cuts: dict[str, Any], **how: Any) -> Circuit:
-    """The circuit that one cut takes; without a cut, all that `where` matches.
+def choose(edges: EdgeTable, cut: opt.Cut) -> Circuit:
+    """The circuit that one cut takes; without a cut, all that `select` matches.
 
     Raises ArgumentError `selection_ambiguous`, and what the selector raises.
     """
     from circuitlab import circuits
 
-    if len(cuts) > 1 or not (cuts or how.get("where")):
+    cuts = cut.given()
+    if len(cuts) > 1 or not (cuts or cut.select):
         raise ArgumentError(
             "selection_ambiguous",
             "say what to keep with one of --top-k, --top-fraction, --threshold, --greedy, "
@@ -147,27 +123,16 @@ def choose(edges: EdgeTable, cuts: dict[str, Any], **how: Any) -> Circuit:
             value=sorted(cuts),
         )
     name, value = next(iter(cuts.items()), ("top_fraction", 1.0))
+    how: Any = {"where": cut.select, "rank": cut.rank, "prune": not cut.no_prune}
     return getattr(circuits, name)(edges, value, **how)
 
 
+@opt.grouped
 def evaluate(
     which: opt.CircuitOrRun,
-    top_k: opt.TopK = None,
-    top_fraction: opt.TopFraction = None,
-    threshold: opt.Threshold = None,
-    greedy: opt.Greedy = None,
-    mass: opt.Mass = None,
-    select: opt.Select = None,
-    rank: opt.Rank = None,
-    no_prune: opt.NoPrune = False,
-    ablation: opt.Ablation = "patch",
-    metric: opt.OtherMetric = None,
-    on: opt.On = "held-out",
-    task: opt.Task = None,
-    file: opt.File = None,
-    n: opt.Count = None,
-    seed: opt.OtherSeed = None,
-    model: opt.Where = None,
+    *,
+    cut: opt.Cut,
+    measuring: opt.Measuring,
     store: opt.Store = None,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
@@ -184,24 +149,22 @@ def evaluate(
     """
     with open_store(store) as opened:
         found, run_id = load_circuit(opened, which)
-        cuts = _cuts(top_k, top_fraction, threshold, greedy, mass)
-        circuit = _circuit_of(found, cuts, select, rank, not no_prune)
+        circuit = _circuit_of(found, cut)
         if circuit is not found:
             run_id = opened.save(circuit)
-        bench = Bench.of(circuit.run, model, metric, on, task, file, n, seed)
-        result = bench.evaluate(circuit, ablation, run_id)
+        bench = Bench.of(circuit.run, measuring)
+        result = bench.evaluate(circuit, measuring.ablation, run_id)
         saved = opened.save(result, prompts=bench.prompts)
     print_evaluation(result.rows.to_pylist(), saved, as_json, as_csv)
 
 
-def _circuit_of(
-    found: Circuit | EdgeTable, cuts: dict, select: str | None, rank: Any, prune: bool
-) -> Circuit:
+def _circuit_of(found: Circuit | EdgeTable, cut: opt.Cut) -> Circuit:
     from circuitlab.circuits import Circuit
 
     if not isinstance(found, Circuit):
-        return choose(found, cuts, where=select, rank=rank, prune=prune)
-    if cuts or select:
+        return choose(found, cut)
+    cuts = cut.given()
+    if cuts or cut.select:
         raise ArgumentError(
             "selection_ambiguous",
             "this id is a circuit, whose edges are chosen already; leave --top-k and the "
@@ -211,8 +174,10 @@ def _circuit_of(
     return found
 
 
+@opt.grouped
 def curve(
     run_id: opt.RunId,
+    *,
     sizes: Annotated[
         str | None,
         typer.Option(help="Numbers of edges, as 25,50,100; or mib, for CPR and CMD."),
@@ -221,14 +186,7 @@ def curve(
         Literal["magnitude", "support"], typer.Option(help="What best means.")
     ] = "magnitude",
     no_prune: opt.NoPrune = False,
-    ablation: opt.Ablation = "patch",
-    metric: opt.OtherMetric = None,
-    on: opt.On = "held-out",
-    task: opt.Task = None,
-    file: opt.File = None,
-    n: opt.Count = None,
-    seed: opt.OtherSeed = None,
-    model: opt.Where = None,
+    measuring: opt.Measuring,
     store: opt.Store = None,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
@@ -244,11 +202,11 @@ def curve(
     wanted: Any = "mib" if sizes == "mib" else _sizes(sizes)
     with open_store(store) as opened:
         edges = load_edges(opened, run_id)
-        bench = Bench.of(edges.run, model, metric, on, task, file, n, seed)
+        bench = Bench.of(edges.run, measuring)
         with progress("Evaluating") as advance:
             found = evaluate_sizes(
                 bench.model, bench.prompts, bench.recipe.metric_value(), edges,
-                sizes=wanted, rank=rank, ablation=ablation, prune=not no_prune,
+                sizes=wanted, rank=rank, ablation=measuring.ablation, prune=not no_prune,
                 scored=bench.scored, progress=advance,
             )  # fmt: skip
         saved = opened.save(found, prompts=bench.prompts)

@@ -72,14 +72,13 @@ def tasks_show(
 
 
 @tasks_app.command("check")
+@opt.grouped
 def tasks_check(
+    *,
     task: opt.Task = None,
     file: opt.File = None,
     model: Annotated[str, typer.Option(help="The model to ask.")] = "embedded",
-    n: opt.Count = None,
-    seed: opt.Seed = 0,
-    corruption: opt.Corruption = None,
-    bos: opt.Bos = None,
+    drawing: opt.Drawing,
     as_json: opt.Json = False,
 ) -> None:
     """Can a model do the task? Its accuracy on clean and on corrupted prompts.
@@ -89,10 +88,7 @@ def tasks_check(
 
     Example: circuitlab tasks check --task greater_than --model embedded
     """
-    recipe = Recipe(
-        model, task=task, file=str(file) if file else None, n=n, seed=seed,
-        corruption=corruption, prepend_bos=bos,
-    )  # fmt: skip
+    recipe = Recipe(model, task, file, **vars(drawing))
     loaded = recipe.load_model()
     found = _answered(loaded, recipe.prompts(loaded))
     if as_json:
@@ -123,10 +119,11 @@ def _answered(model: Backend, prompts: Prompts) -> dict[str, Any]:
 
 
 @models_app.command("check")
+@opt.grouped
 def models_check(
     model: opt.Model,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    *,
+    loading: opt.Loading,
     ungroup_kv: opt.UngroupKv = False,
     as_json: opt.Json = False,
 ) -> None:
@@ -134,7 +131,7 @@ def models_check(
 
     Example: circuitlab models check embedded
     """
-    recipe = Recipe(model, dtype=dtype, device=device, ungroup_kv=ungroup_kv)
+    recipe = Recipe(model, ungroup_kv=ungroup_kv, **vars(loading))
     loaded = recipe.load_model()
     info, shape = loaded.info, loaded.shape
     facts: dict[str, Any] = {

@@ -1,9 +1,17 @@
-"""The options that several commands share, each written once."""
+"""The options that several commands share, each written once.
+
+Options that always come together are a group: a dataclass below. A command that takes
+groups is decorated with `grouped`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -156,3 +164,97 @@ Store = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else.")]
 Csv = Annotated[bool, typer.Option("--csv", help="CSV on stdout, nothing else.")]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How prompts are drawn: fields of a recipe."""
+
+    n: Count = None
+    seed: Seed = 0
+    corruption: Corruption = None
+    prepend_bos: Bos = None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded: fields of a recipe."""
+
+    dtype: Dtype = None
+    device: Device = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which edges of a run of scores make a circuit."""
+
+    top_k: TopK = None
+    top_fraction: TopFraction = None
+    threshold: Threshold = None
+    greedy: Greedy = None
+    mass: Mass = None
+    select: Select = None
+    rank: Rank = None
+    no_prune: NoPrune = False
+
+    def given(self) -> dict[str, Any]:
+        """The cuts that were asked for, by the selector's name; at most one is right."""
+        cuts = {
+            "top_k": self.top_k,
+            "top_fraction": self.top_fraction,
+            "threshold": self.threshold,
+            "greedy": self.greedy,
+            "cumulative_mass": self.mass,
+        }
+        return {name: value for name, value in cuts.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """On which prompts, and how, circuits of a stored run are measured."""
+
+    ablation: Ablation = "patch"
+    metric: OtherMetric = None
+    on: On = "held-out"
+    task: Task = None
+    file: File = None
+    n: Count = None
+    seed: OtherSeed = None
+    model: Where = None
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: each option of a group stands for itself, in the
+    group's place."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    shown: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            shown += _parameters(hints[name])
+        else:
+            shown.append(_parameter(name, parameter.default, hints[name]))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        command(**given)
+
+    # Typer would look through to the command's own parameters.
+    del run.__wrapped__
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in shown}
+    return run
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [_parameter(f.name, f.default, hints[f.name]) for f in fields(group)]
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    # By keyword alone: then what has no default may follow what has one.
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)

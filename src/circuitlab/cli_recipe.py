@@ -6,7 +6,7 @@ that were held out, and the run can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +20,22 @@ if TYPE_CHECKING:
     from circuitlab.prompts import Prompts
     from circuitlab.tables import Run
 
+DRAWING = ("task", "file", "n", "seed", "corruption", "prepend_bos")
 KEY = "command"
 """Where a run's provenance keeps the recipe."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides an edge run; `file` wins over `task`."""
+    """Everything that decides an edge run; `file` wins over `task`.
+
+    Of runs that were combined, `parts` says for each how its prompts were drawn, in the
+    fields `DRAWING`.
+    """
 
     model: str
     task: str | None = None
-    file: str | None = None
+    file: str | Path | None = None
     n: int | None = None
     seed: int = 0
     corruption: str | None = None
@@ -44,6 +49,7 @@ class Recipe:
     dtype: str | None = None
     device: str | None = None
     ungroup_kv: bool = False
+    parts: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self):
         if self.task and self.file:
@@ -64,7 +70,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values without what was left open."""
-        return {k: v for k, v in asdict(self).items() if v is not None}
+        return {k: v for k, v in asdict(self).items() if v not in (None, ())}
 
     @staticmethod
     def of(run: Run) -> Recipe:
@@ -78,7 +84,22 @@ class Recipe:
                 value=None,
             )
         known = {k: v for k, v in found.items() if k in Recipe.__dataclass_fields__}
-        return Recipe(**known)
+        return Recipe(**{**known, "parts": tuple(known.get("parts", ()))})
+
+    @staticmethod
+    def joined(recipes: Sequence[Recipe]) -> Recipe:
+        """The recipe of runs that differ in their prompts, combined into one."""
+        each = [part for recipe in recipes for part in recipe.each()]
+        parts = tuple({name: getattr(part, name) for name in DRAWING} for part in each)
+        return replace(each[0].on(), n=None, seed=0, prepend_bos=None, parts=parts)
+
+    def each(self) -> list[Recipe]:
+        """The recipe of every part; this one where there are none."""
+        return [replace(self, parts=(), **part) for part in self.parts] or [self]
+
+    def sets(self, model: Backend) -> list[Prompts]:
+        """The prompts to score, part by part."""
+        return [part.prompts(model) for part in self.each()]
 
     def load_model(self) -> Backend:
         """The model, loaded and probed."""
@@ -90,6 +111,8 @@ class Recipe:
 
     def prompts(self, model: Backend) -> Prompts:
         """The prompts to score."""
+        if self.parts:
+            return _joined(self.sets(model))
         if self.file:
             every = self._from_file(model)
             if self.n is None or self.n == len(every):
@@ -103,6 +126,8 @@ class Recipe:
         A file's other rows, or the task's next `n` of the same seed. Raises DataError
         `no_held_out_prompts`.
         """
+        if self.parts:
+            return self._held_out_of_parts(model)
         if self.file:
             every = self._from_file(model)
             if self.n is not None and self.n < len(every):
@@ -123,6 +148,24 @@ class Recipe:
             every = self._task(model, found)
         # A task draws in a fixed order, so a larger set begins with the smaller one.
         return every[self._size :]
+
+    def _held_out_of_parts(self, model: Backend) -> Prompts:
+        """What the parts hold out, without what another part scored."""
+        seen = {clean for prompts in self.sets(model) for clean in prompts.clean}
+        found = []
+        for part in self.each():
+            try:
+                held = part.held_out(model)
+            except DataError as error:
+                if error.code != "no_held_out_prompts":
+                    raise
+                continue
+            rows = [i for i, clean in enumerate(held.clean) if clean not in seen]
+            seen.update(held.clean)
+            found += [held.take(rows)] if rows else []
+        if not found:
+            raise self._none_left("these runs together scored all prompts")
+        return _joined(found)
 
     def _none_left(self, why: str) -> DataError:
         return DataError(
@@ -191,18 +234,34 @@ class Recipe:
         }
         return _choice("method", self.method, known)()
 
-    def check_names(self) -> None:
-        """Refuse unknown names now, and not after minutes of loading."""
+    def check_names(self, *, method: bool = True) -> None:
+        """Refuse unknown names now, and not after minutes of loading.
+
+        `method` False leaves the method's out: that of a search is no score's.
+        """
         from circuitlab.ablations import as_ablation
 
         self.metric_value()
-        self.method_value()
+        if method:
+            self.method_value()
         as_ablation(self.ablation)
 
     def on(self, **prompts: Any) -> Recipe:
         """The same computation on other prompts."""
-        other = {"task": None, "file": None, "corruption": None, **prompts}
-        return replace(self, **other)
+        none = {"task": None, "file": None, "corruption": None, "parts": ()}
+        return replace(self, **{**none, **prompts})
+
+    def signed(self, run: Run, **more: Any) -> Run:
+        """A run that says with which recipe (and what `more`) it was made."""
+        return replace(run, provenance={**run.provenance, KEY: {**self.to_json(), **more}})
+
+
+def _joined(sets: Sequence[Prompts]) -> Prompts:
+    """Sets of prompts as one."""
+    import pyarrow as pa
+
+    every = replace(sets[0], table=pa.concat_tables([some.table for some in sets]))
+    return every[:]  # numbered anew
 
 
 def _choice(what: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 EDGE_COLUMNS = ("edge", "score", "stderr", "n", "status")
 
 
+@opt.grouped
 def score(
     model: opt.Model,
+    *,
     task: opt.Task = None,
     file: opt.File = None,
     metric: opt.Metric = "logit_diff",
@@ -36,12 +38,8 @@ def score(
     rule: opt.Rule = "midpoint",
     path: opt.Path_ = "inputs",
     ablation: opt.Ablation = "patch",
-    n: opt.Count = None,
-    seed: opt.Seed = 0,
-    corruption: opt.Corruption = None,
-    bos: opt.Bos = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    drawing: opt.Drawing,
+    loading: opt.Loading,
     ungroup_kv: opt.UngroupKv = False,
     batch_size: opt.BatchSize = None,
     top: opt.Shown = 10,
@@ -57,10 +55,9 @@ def score(
     Example: circuitlab score embedded --task ioi --n 32
     """
     recipe = Recipe(
-        model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
-        corruption=corruption, prepend_bos=bos, metric=metric, method=method,
-        steps=steps, rule=rule, path=path, ablation=ablation, dtype=dtype, device=device,
-        ungroup_kv=ungroup_kv,
+        model, task, file, metric=metric, method=method, steps=steps, rule=rule,
+        path=path, ablation=ablation, ungroup_kv=ungroup_kv,
+        **vars(drawing), **vars(loading),
     )  # fmt: skip
     edges, run_id = score_and_save(recipe, open_store(store), batch_size)
     print_edges(edges, run_id, store, top, as_json, as_csv)

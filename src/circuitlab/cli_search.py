@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from circuitlab import cli_options as opt
-from circuitlab.cli_bench import Bench, load_circuit, load_edges, open_store
+from circuitlab.cli_bench import Bench, load_edges, open_store, require_circuit
 from circuitlab.cli_circuit import circuit_facts, describe
 from circuitlab.cli_output import (
     print_csv,
@@ -39,8 +39,10 @@ VALIDATION_COLUMNS = (
 AGREEMENT_COLUMNS = ("statistic", "stratum", "value", "low", "high")
 
 
+@opt.grouped
 def acdc(
     model: opt.Model,
+    *,
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -60,12 +62,8 @@ def acdc(
         Path | None,
         typer.Option(help="A file that an interrupted search continues from."),
     ] = None,
-    n: opt.Count = None,
-    seed: opt.Seed = 0,
-    corruption: opt.Corruption = None,
-    bos: opt.Bos = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    drawing: opt.Drawing,
+    loading: opt.Loading,
     ungroup_kv: opt.UngroupKv = False,
     batch_size: opt.BatchSize = None,
     store: opt.Store = None,
@@ -81,13 +79,12 @@ def acdc(
     from circuitlab.acdc import acdc_sweep
 
     recipe = Recipe(
-        model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
-        corruption=corruption, prepend_bos=bos, metric=metric, ablation=ablation,
-        dtype=dtype, device=device, ungroup_kv=ungroup_kv,
+        model, task, file, metric=metric, ablation=ablation, ungroup_kv=ungroup_kv,
+        **vars(drawing), **vars(loading),
     )  # fmt: skip
     recipe.check_names()
     with open_store(store) as opened:
-        universe = _circuit(opened, start) if start else None
+        universe = require_circuit(opened, start) if start else None
         loaded = recipe.load_model()
         prompts = recipe.prompts(loaded)
         with progress("Deciding edges") as advance:
@@ -103,22 +100,6 @@ def acdc(
         print_table(("threshold", "n_edges", "circuit_id", "run_id"), facts)
 
 
-def _circuit(store: Store, any_id: str) -> Circuit:
-    """The circuit of that id. Raises StoreError `run_kind_wrong`."""
-    from circuitlab.circuits import Circuit
-
-    found, _ = load_circuit(store, any_id)
-    if not isinstance(found, Circuit):
-        raise StoreError(
-            "run_kind_wrong",
-            f"{any_id} is a run of edge scores; give a circuit, as `circuitlab circuit` "
-            "prints it",
-            value="edge",
-            expected="circuit",
-        )
-    return found
-
-
 def _save_search(
     store: Store, found: Any, recipe: Recipe, prompts: Any
 ) -> dict[str, Any]:
@@ -131,11 +112,13 @@ def _save_search(
     return {"threshold": found.threshold, "decisions_run": decided, **facts}
 
 
+@opt.grouped
 def validate(
     circuit_id: Annotated[
         str,
         typer.Argument(metavar="CIRCUIT_ID", help="A circuit's id, or its beginning."),
     ],
+    *,
     minimality: Annotated[
         str,
         typer.Option(
@@ -148,14 +131,7 @@ def validate(
     random: Annotated[
         int, typer.Option(help="Random circuits of the same size to compare with.")
     ] = 10,
-    ablation: opt.Ablation = "patch",
-    metric: opt.OtherMetric = None,
-    on: opt.On = "held-out",
-    task: opt.Task = None,
-    file: opt.File = None,
-    n: opt.Count = None,
-    seed: opt.OtherSeed = None,
-    model: opt.Where = None,
+    measuring: opt.Measuring,
     store: opt.Store = None,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
@@ -172,12 +148,12 @@ def validate(
 
     by: Any = None if minimality == "none" else minimality
     with open_store(store) as opened:
-        circuit = _circuit(opened, circuit_id)
-        bench = Bench.of(circuit.run, model, metric, on, task, file, n, seed)
+        circuit = require_circuit(opened, circuit_id)
+        bench = Bench.of(circuit.run, measuring)
         with progress("Validating") as advance:
             found = prove(
                 bench.model, bench.prompts, bench.recipe.metric_value(), circuit,
-                ablation=ablation, minimality=by, knockouts=knockouts, random=random,
+                ablation=measuring.ablation, minimality=by, knockouts=knockouts, random=random,
                 scored=bench.scored, progress=advance,
             )  # fmt: skip
         saved = opened.save(found, prompts=bench.prompts)
@@ -214,7 +190,7 @@ def calibrate(
 
     with open_store(store) as opened:
         edges = load_edges(opened, run_id)
-        bench = Bench.of(edges.run, model, None, "scored", None, None, None, None)
+        bench = Bench.of(edges.run, opt.Measuring(on="scored", model=model))
         with progress("Patching edges") as advance:
             found = compare(
                 bench.model, bench.prompts, bench.recipe.metric_value(), edges,

@@ -34,8 +34,10 @@ SITE_COLUMNS = (
 READ_COLUMNS = ("site", "position", "score", "stderr", "n", "status", "status_reason")
 
 
+@opt.grouped
 def sites(
     model: opt.Model,
+    *,
     pattern: Annotated[
         str,
         typer.Argument(
@@ -43,8 +45,7 @@ def sites(
             help="A name, or a glob: * stays within a segment, ** crosses dots.",
         ),
     ] = "**",
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    loading: opt.Loading,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
 ) -> None:
@@ -57,7 +58,7 @@ def sites(
     """
     from circuitlab.inventory import inventory
 
-    loaded = Recipe(model, dtype=dtype, device=device).load_model()
+    loaded = Recipe(model, **vars(loading)).load_model()
     rows = inventory(loaded).preview(pattern)
     if as_json or as_csv:
         show(SITE_COLUMNS, rows, as_json=as_json, as_csv=as_csv)
@@ -65,8 +66,10 @@ def sites(
         print_table(SITE_COLUMNS[:5], rows)
 
 
+@opt.grouped
 def read(
     model: opt.Model,
+    *,
     within: Annotated[
         list[str] | None,
         typer.Option(help="Sites or globs to read; all upstream by default."),
@@ -88,12 +91,8 @@ def read(
     task: opt.Task = None,
     file: opt.File = None,
     metric: opt.Metric = "logit_diff",
-    n: opt.Count = None,
-    seed: opt.Seed = 0,
-    corruption: opt.Corruption = None,
-    bos: opt.Bos = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    drawing: opt.Drawing,
+    loading: opt.Loading,
     top: Annotated[int, typer.Option("--top", help="How many sites to show.")] = 20,
     store: opt.Store = None,
     as_json: opt.Json = False,
@@ -110,10 +109,7 @@ def read(
     from circuitlab.frozen import DEFAULT
     from circuitlab.reads import read_dataset
 
-    recipe = Recipe(
-        model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
-        corruption=corruption, prepend_bos=bos, metric=metric, dtype=dtype, device=device,
-    )  # fmt: skip
+    recipe = Recipe(model, task, file, metric=metric, **vars(drawing), **vars(loading))
     target = recipe.metric_value()
     loaded = recipe.load_model()
     prompts = recipe.prompts(loaded)
@@ -144,6 +140,7 @@ def _size(row: dict[str, Any]) -> float:
     return -abs(row["score"])
 
 
+@opt.grouped
 def intervene(
     model: opt.Model,
     edits: Annotated[
@@ -153,15 +150,12 @@ def intervene(
             help="A JSON file of edits by site (docs/interventions.md).",
         ),
     ],
+    *,
     task: opt.Task = None,
     file: opt.File = None,
     metric: opt.Metric = "logit_diff",
-    n: opt.Count = None,
-    seed: opt.Seed = 0,
-    corruption: opt.Corruption = None,
-    bos: opt.Bos = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
+    drawing: opt.Drawing,
+    loading: opt.Loading,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
 ) -> None:
@@ -172,10 +166,7 @@ def intervene(
     from circuitlab.payload_json import load_payloads
     from circuitlab.sweeps import intervene as run_edits
 
-    recipe = Recipe(
-        model=model, task=task, file=str(file) if file else None, n=n, seed=seed,
-        corruption=corruption, prepend_bos=bos, metric=metric, dtype=dtype, device=device,
-    )  # fmt: skip
+    recipe = Recipe(model, task, file, metric=metric, **vars(drawing), **vars(loading))
     value, told = recipe.metric_value(), load_payloads(edits)
     loaded = recipe.load_model()
     prompts = recipe.prompts(loaded)
