@@ -49,7 +49,7 @@ def derivative(model) -> np.ndarray:
     source = AblationSource(model, prompts, Patch(), logit_diff())
     rows = source.rows(slice(0, len(prompts)))
     gates = torch.ones(1, *model.shape.edge_mask.shape, dtype=model.dtype)
-    side = ablated_side(model, rows.ablated, rows.clean)
+    side = ablated_side(model, rows)
     positions = rows.clean.last
     logits = run_circuits(
         model, rows.clean, side, gates.requires_grad_(), positions=positions

@@ -19,12 +19,12 @@ from circuitlab.circuit_run import run_circuits
 from circuitlab.circuit_state import (
     CircuitState,
     Focus,
-    Wiring,
     prepare,
 )
 from circuitlab.coupling import heads_are_coupled
 from circuitlab.errors import CircuitlabError
 from circuitlab.evaluate import measure
+from circuitlab.wiring import Wiring
 from tests import read_models
 from tests.hand_models import induction_model, ioi_model
 from tests.sequential_acdc import sequential_acdc
@@ -297,6 +297,7 @@ def test_provenance_says_how_it_came_about():
 
 OTHER_PROCESS = """
 from circuitlab.acdc import acdc
+from circuitlab.wiring import Wiring
 from tests import read_models
 from tests.test_acdc import pairs
 found = acdc(read_models.model(), pairs(), threshold=0.02)

@@ -90,7 +90,7 @@ def gate_gradients(model, prompts, gates: Tensor) -> tuple[np.ndarray, Tensor]:
     """∂(mean metric)/∂(gate of every edge) through a differentiable circuit run."""
     source = AblationSource(model, prompts, Patch(), logit_diff())
     rows = source.rows(slice(0, len(prompts)))
-    side = ablated_side(model, rows.ablated, rows.clean)
+    side = ablated_side(model, rows)
     logits = run_circuits(model, rows.clean, side, gates, positions=rows.clean.last)
     metric = logit_diff()(logits[0], rows.clean).mean()
     (gradient,) = torch.autograd.grad(metric, [gates])
@@ -110,7 +110,7 @@ def test_eap_equals_finite_differences(model, prompts):
     table = edge_scores(model, prompts, logit_diff())
     source = AblationSource(model, prompts, Patch(), logit_diff())
     rows = source.rows(slice(0, len(prompts)))
-    side = ablated_side(model, rows.ablated, rows.clean)
+    side = ablated_side(model, rows)
     picks = np.argsort(-np.abs(table.scores))[:4]
     senders, receivers = (index[picks] for index in model.shape.edge_indices)
     step = 2e-3

@@ -27,7 +27,7 @@ SRC = ROOT / "src" / "circuitlab"
 # the program, which alone bring algorithms and the store together.
 LISTED = """
     errors notices conditions sites patterns
-    tables select selector_text graph draw ranking
+    tables node_table select selector_text graph draw ranking
     circuit circuits interchange roc
     encoding prompt_files prompts tasks data methods checkpoint
     site_selection read_edges read_json read_table
@@ -37,7 +37,7 @@ LISTED = """
     norms gradients reductions
     backends
     site_info inventory
-    metrics senders ablations receivers coupling circuit_run circuit_state
+    metrics senders ablations receivers coupling wiring windows circuit_run circuit_state
     donors verb values verbs sourced selections edits doors trace
     payloads payload_json plans sweeps interventions
     targets frozen measure read_rows reads
@@ -46,7 +46,8 @@ LISTED = """
     EDGES
     engines distribute sweep_summary sweep_cells sweep
     cli_output cli_options cli_quiet cli_recipe cli_bench cli_score cli_circuit
-    cli_search cli_sweep cli_sites cli_models cli_store cli_app cli_demo cli
+    cli_compare cli_search cli_mask cli_nodes cli_rerun
+    cli_sweep cli_sites cli_models cli_store cli_app cli_demo cli
 """
 ORDER = [str(name) for name in LISTED.split()]
 

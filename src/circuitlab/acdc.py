@@ -389,6 +389,7 @@ class Search:
         upto = self.shape.upstream[column] if branch.below is None else branch.below
         queue = np.flatnonzero(branch.mask[:upto, column])[::-1].tolist()
         self.trials.leave()
+        self._expected: dict[int, float] = {}
         while queue:
             logged = self._logged(branch, column, queue)
             if logged or not queue:
@@ -429,26 +430,45 @@ class Search:
             self._say(*steps)
 
     def _try(self, branch: Branch, column: int, queue: list[int]) -> None:
-        """One pass over the next few edges, each as if those before it had gone."""
+        """One pass over the next few edges, each as if those before it were decided as
+        guessed. What follows a wrong guess is not decided, but guessed better."""
         width = min(self._width, self.speculate, self.trials.widest, len(queue))
         senders = queue[:width]
+        going = [self._expect(branch, sender) for sender in senders]
         removed = np.zeros((width, len(branch.mask)), dtype=bool)
         for row, sender in enumerate(senders):
             removed[row:, sender] = True
+            removed[row + 1 :, sender] = going[row]
         values = self.trials.values(removed)
         self.counts.evaluations += width
-        steps, last = [], -1
+        before = branch.current
+        for sender, goes, value in zip(senders, going, values, strict=True):
+            self._expected[sender] = value - before
+            before = value if goes else before
+        steps, last, right = [], -1, 0
         for row, sender in enumerate(senders):
             queue.pop(0)
             steps.append(self._step(sender, column, values[row]))
-            if not self._decide(branch, column, sender, values[row]):
-                self.counts.wasted += width - row - 1
+            goes = self._decide(branch, column, sender, values[row])
+            last = row if goes else last
+            if goes != going[row]:
                 break
-            last = row
+            right += 1
+        self.counts.wasted += width - len(steps)
         if last >= 0:
             self.trials.commit(last, removed[last])
-        self._width = 2 * width if last == width - 1 else max(1, (last + 1) // 2)
+        if right == width:
+            self._width = 2 * width
         self._say(*steps)
+
+    def _expect(self, branch: Branch, sender: int) -> bool:
+        """Guess whether an edge goes: as it seemed when it was last tried, else yes."""
+        if sender not in self._expected:
+            return True
+        return self._worse(self._expected[sender]) < max(branch.thresholds)
+
+    def _worse(self, change: float) -> float:
+        return -change if self.higher_is_better else change
 
     def _step(self, sender: int, column: int, value: float) -> dict[str, Any]:
         return {"edge": [int(sender), int(column)], "value": float(value)}
@@ -459,7 +479,7 @@ class Search:
         Where thresholds disagree, those that keep it go on in a branch of their own.
         """
         change = value - branch.current
-        worse = -change if self.higher_is_better else change
+        worse = self._worse(change)
         goes = tuple(t for t in branch.thresholds if worse < t)
         stays = tuple(t for t in branch.thresholds if not worse < t)
         branch.change[sender, column] = change

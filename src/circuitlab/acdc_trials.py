@@ -13,8 +13,9 @@ from torch import Tensor
 
 from circuitlab.backends import Backend
 from circuitlab.circuit_run import run_circuits
-from circuitlab.circuit_state import Chunk, CircuitState, Focus, Plan, Trial, Wiring
+from circuitlab.circuit_state import Chunk, CircuitState, Focus, Trial
 from circuitlab.metrics import Metric
+from circuitlab.wiring import Plan, Wiring, wiring_of
 
 
 @dataclass
@@ -104,7 +105,7 @@ class KeptValues:
         self.model = model
         self.chunks = chunks
         self.metric = metric
-        self.wiring = Wiring(model.shape)
+        self.wiring = wiring_of(model)
         self.components = 0
         self.passes = 0
         self.value = float("nan")
@@ -112,7 +113,7 @@ class KeptValues:
         self._focuses: list[Focus] = []
         self._found: list[Trial] = []
         self._plan: Plan | None = None
-        self._idle: dict[int, bool] = {}
+        self._idle: dict[tuple[int, bool], bool] = {}
 
     def begin(self, mask: np.ndarray) -> None:
         self.leave()
@@ -147,10 +148,10 @@ class KeptValues:
 
     def idle(self, sender: int) -> bool:
         # Senders further back are not touched by what is decided about their readers.
-        if sender not in self._idle:
-            moved = any(not state.moves_nothing(sender) for state in self._states)
-            self._idle[sender] = not moved
-        return self._idle[sender]
+        key = (sender, self._focuses[0].everywhere)
+        if key not in self._idle:
+            self._idle[key] = all(f.moves_nothing(sender) for f in self._focuses)
+        return self._idle[key]
 
     def drop(self, sender: int) -> None:
         for focus in self._focuses:
@@ -170,7 +171,7 @@ class WholePasses:
         self.model = model
         self.chunks = chunks
         self.metric = metric
-        self.wiring = Wiring(model.shape)
+        self.wiring = wiring_of(model)
         self.components = 0
         self.passes = 0
         self.value = float("nan")

@@ -7,7 +7,8 @@ kept for another:
 
 The ablated stream is built once per chunk of prompts; what is kept is added back, so a
 sparse circuit costs little beyond its forward. K circuits run as K copies of the rows.
-Components that no kept edge leaves are not computed at all.
+Components that no kept edge leaves are not computed at all, and the others only at the
+tokens where they matter (`windows`).
 
 Masks may be floating gates in [0, 1]; then the run is differentiable in them.
 """
@@ -22,10 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from circuitlab.ablations import Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
 from circuitlab.coupling import heads_are_coupled
 from circuitlab.senders import SenderValues, constant_writes, head_writes
-from circuitlab.sites import PORTS, fed_by
+from circuitlab.sites import PORTS
+from circuitlab.windows import Window, first_moved, windows
+from circuitlab.wiring import wiring_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class AblatedSide:
     """The fully ablated run of one chunk, from compact sender values.
 
     `attention`, `mlp` and `final` are the pre-norm streams `[example, pos, d_model]`
-    that receivers would see with every edge cut.
+    that receivers would see with every edge cut. `first` is the first position at which
+    anything may differ from the full model's run.
     """
 
     model: Backend
@@ -41,6 +46,7 @@ class AblatedSide:
     attention: tuple[Tensor, ...]
     mlp: tuple[Tensor, ...]
     final: Tensor
+    first: int
 
     @cached_property
     def projections(self) -> dict[tuple[int, str], Tensor]:
@@ -59,11 +65,9 @@ class AblatedSide:
         return out if bias is None else out + bias
 
 
-def ablated_side(
-    model: Backend, values: SenderValues | None, batch: TokenBatch
-) -> AblatedSide:
-    """Sum the ablated senders into the streams; None stands for zeros."""
-    values = values or _zeros(model, batch)
+def ablated_side(model: Backend, rows: Rows) -> AblatedSide:
+    """Sum a chunk's ablated senders into the streams."""
+    values = rows.ablated or _zeros(model, rows.clean)
     stream = values.stream
     attention, mlp = [], []
     for layer in range(model.shape.n_layers):
@@ -73,7 +77,8 @@ def ablated_side(
         if model.shape.has_mlp:
             mlp.append(before if model.shape.parallel else stream)
             stream = stream + values.mlps[layer]
-    return AblatedSide(model, values, tuple(attention), tuple(mlp), stream)
+    streams = tuple(attention), tuple(mlp), stream
+    return AblatedSide(model, values, *streams, first_moved(rows))
 
 
 def _zeros(model: Backend, batch: TokenBatch) -> SenderValues:
@@ -97,18 +102,23 @@ def all_heads(model: Backend, layer: int, heads: Tensor) -> Tensor:
     return written if constant is None else written + constant
 
 
-class _Streams:
-    """Current-minus-ablated sender differences `[sender, copy, example·pos·d_model]`,
-    pushed in canonical order, and what a mask adds up of them."""
+class _Bank:
+    """Current-minus-ablated sender differences at some tokens, pushed in canonical order,
+    and what a mask adds up of them.
 
-    def __init__(self, senders: np.ndarray, like: Tensor, copies: int, grad: bool):
-        self.senders = senders
+    `masks` `[copy, receiver, sender]` of the bank's own senders; `like` `[example, pos,
+    d_model]` has the tokens' shape.
+    """
+
+    def __init__(self, masks: Tensor, like: Tensor):
+        self.masks = masks
         self.count = 0
-        self.shape = (copies, *like.shape)
+        self.shape = (len(masks), *like.shape)
         self._blocks: list[Tensor] = []
         self._buffer = None
-        if not grad:
-            self._buffer = like.new_empty(len(senders), copies, like.numel())
+        if not masks.requires_grad:
+            size = (masks.shape[2], len(masks), like.numel())
+            self._buffer = like.new_empty(size)
 
     def push(self, block: Tensor) -> None:
         """Add differences `[sender, copy·example, pos, d_model]`."""
@@ -119,15 +129,13 @@ class _Streams:
             self._buffer[self.count : self.count + len(block)] = flat
         self.count += len(block)
 
-    def add(self, mask: Tensor, base: Tensor) -> Tensor:
-        """`base + mask · differences`: `[receiver, copy, example, pos, d_model]`.
-
-        `mask` is `[copy, receiver, active sender]`; `base` `[example, pos, d_model]`.
-        """
-        shape = (mask.shape[1], *self.shape)
+    def add(self, columns: Sequence[int] | np.ndarray, base: Tensor) -> Tensor:
+        """`base + mask · differences`: `[receiver, copy, example, pos, d_model]`, for
+        some receivers; `base` is `[example, pos, d_model]`."""
+        shape = (len(columns), *self.shape)
         if self.count == 0:
             return base.expand(shape)
-        seen, mask = self._seen(), mask[:, :, : self.count]
+        seen, mask = self._seen(), self.masks[:, columns][:, :, : self.count]
         used = mask.detach().any(0).any(0).nonzero()[:, 0]
         if 2 * len(used) < self.count:
             # Most senders are cut here: reading the few that aren't is cheaper.
@@ -144,38 +152,68 @@ class _Streams:
 class CircuitPass:
     """One pass of K circuits over one chunk: the taps, and what they share.
 
-    `masks` `[circuit, sender, receiver]`, bool or gates.
+    `masks` `[circuit, sender, receiver]`, bool or gates. `positions` as in
+    `run_circuits`.
     """
 
     def __init__(
-        self, model: Backend, batch: TokenBatch, side: AblatedSide, masks: Tensor
+        self,
+        model: Backend,
+        batch: TokenBatch,
+        side: AblatedSide,
+        masks: Tensor,
+        positions: Tensor | None,
     ):
         self.model = model
         self.batch = batch
         self.side = side
+        self.positions = positions
         self.copies = len(masks)
+        self.wiring = wiring_of(model)
+        self._coupled = heads_are_coupled(model)
         self.grad = masks.requires_grad
         masks = masks * torch.as_tensor(model.shape.edge_mask, device=masks.device)
-        gates = masks.detach() != 0
-        self.active = _active_senders(model, gates.any(0).cpu().numpy())
-        self.masks = masks.to(model.dtype).transpose(1, 2)[:, :, self.active]
-        self._kept = gates.any(0)[self.active].any(0).cpu().numpy()
-        self.streams = _Streams(self.active, side.final, self.copies, self.grad)
-        self._feeding = _feeding(model)
-        self._coupled = heads_are_coupled(model)
+        kept = np.asarray((masks.detach() != 0).any(0).cpu())
+        self.active = _active_senders(model, kept)
+        self._kept = kept[self.active].any(0)
+        self.windows = windows(side.first, positions)
+        # A gate that is shut has a derivative too, wherever it would lead.
+        leads = model.shape.edge_mask if self.grad else kept
+        self.reach = (
+            self.wiring.everywhere()
+            if positions is None
+            else self.wiring.reach(leads, self._coupled)
+        )
+        self.every, self.end = self._banks(masks.to(model.dtype).transpose(1, 2))
 
-    def run(self, positions: Tensor | None) -> Tensor:
-        """Logits `[circuit·example, …]`; `positions` as in `Backend.run`."""
-        rows = self.batch.repeat(self.copies)
+    def _banks(self, masks: Tensor) -> tuple[_Bank, _Bank]:
+        """Differences at every token, of senders that matter there; and at the end."""
+        reach, wiring = self.reach, self.wiring
+        wide = np.zeros(masks.shape[2], dtype=bool)
+        wide[0] = reach.stream
+        for layer, rows in enumerate(wiring.heads):
+            wide[rows] = reach.heads[layer]
+            wide[wiring.mlps[layer]] = reach.mlps[layer]
+        everywhere = self.active[wide[self.active]]
+        at_end = self.active if self.positions is not None else self.active[:0]
+        final, take = self.side.final, self.windows
+        return (
+            _Bank(masks[:, :, everywhere], take.every.take(final)),
+            _Bank(masks[:, :, at_end], take.end.take(final)),
+        )
+
+    def run(self) -> Tensor:
+        """Logits `[circuit·example, …]`."""
+        rows, positions = self.batch.repeat(self.copies), self.positions
         if positions is not None:
-            positions = positions.repeat(self.copies, *[1] * (positions.ndim - 1))
+            positions = positions.repeat(self.copies)
         return self.model.run(rows, self._taps(), grad=self.grad, positions=positions)
 
     def _taps(self) -> list[Tap]:
         taps = [Tap(self.model.stream, self._push_stream)]
         for layer, sites in enumerate(self.model.layers):
-            heads = self._own(layer, "head")
-            mlp = self._own(layer, "mlp")
+            heads = self._own(self.wiring.heads[layer])
+            mlp = self._own(self.wiring.mlps[layer])
             if not len(heads) and not len(mlp):
                 taps.append(self.model.bypass(layer))
                 continue
@@ -187,15 +225,40 @@ class CircuitPass:
             taps += self._mlp_taps(layer, mlp)
         return [*taps, Tap(self.model.final_stream, self._final)]
 
-    def _own(self, layer: int, kind: str) -> np.ndarray:
-        """Active senders of one layer's kind, as sender indices."""
-        rows = self.model.shape.rows(layer, kind)
-        return rows[np.isin(rows, self.active)]
+    def _own(self, senders: np.ndarray) -> np.ndarray:
+        """Those of some senders that are active."""
+        return senders[np.isin(senders, self.active)]
+
+    # --- differences in, inputs out ---
+
+    def _push(self, value: Tensor, ablated: Tensor, everywhere: bool) -> None:
+        """Keep a sender's value `[row, pos, d_model]` at its window."""
+        window = self.windows.of(everywhere)
+        change = value.unflatten(0, (self.copies, -1)) - window.take(ablated)
+        self._push_change(change.flatten(0, 1)[None], everywhere)
+
+    def _push_change(self, change: Tensor, everywhere: bool) -> None:
+        """Keep differences `[sender, row, pos, d_model]` that are at their window."""
+        if everywhere:
+            self.every.push(change)
+            if self.positions is None:
+                return
+            rows = change.flatten(0, 1)
+            change = self.windows.tail.take(rows).unflatten(0, change.shape[:2])
+        self.end.push(change)
+
+    def _input(self, columns, base: Tensor, everywhere: bool) -> Tensor:
+        """Receivers' inputs at their window, `[receiver, row, pos, d_model]`."""
+        bank = self.every if everywhere else self.end
+        x = bank.add(columns, self.windows.of(everywhere).take(base))
+        return x.flatten(1, 2)
 
     def _push_stream(self, stream: Tensor) -> None:
         if len(self.active) and self.active[0] == 0:
-            one = stream[: len(self.batch)] - self.side.values.stream
-            self.streams.push(one[None].repeat(1, self.copies, 1, 1))
+            everywhere = self.reach.stream
+            window, copies = self.windows.of(everywhere), (self.copies, 1, 1)
+            value = window.take(stream[: len(self.batch)]).repeat(copies)
+            self._push(value, self.side.values.stream, everywhere)
 
     # --- attention ---
 
@@ -204,11 +267,13 @@ class CircuitPass:
 
         def fn(_: Tensor) -> Tensor:
             ablated = self.side.projections[layer, port]
-            columns = self.model.shape.columns(layer, port)
+            columns = self.wiring.columns[layer, port]
             heads = [i for i, c in enumerate(columns) if self._needed(int(c))]
             out = ablated.repeat(self.copies, 1, 1, 1)
             if heads:
-                out[:, :, heads] = self._project(layer, port, heads, columns[heads])
+                everywhere = self.reach.of(layer, port)
+                found = self._project(layer, port, heads, columns[heads], everywhere)
+                self.windows.of(everywhere).put(found, out, heads)
             return out.flatten(2)
 
         return fn
@@ -217,27 +282,27 @@ class CircuitPass:
         if self._coupled:
             # A head that nothing reads still moves what the others add.
             return bool(self._kept[column])
-        return bool(self._kept[column]) and bool(
-            np.isin(self._feeding[column], self.active).any()
-        )
+        fed = self.wiring.feeds[column, self.active]
+        return bool(self._kept[column]) and bool(fed.any())
 
-    def _project(self, layer: int, port: str, heads: list[int], columns) -> Tensor:
-        base = self.side.attention[layer]
-        x = self.streams.add(self.masks[:, columns], base)
-        normed = self.model.norm(layer, "attention")(x).flatten(1, 3)
+    def _project(
+        self, layer: int, port: str, heads: list[int], columns, everywhere: bool
+    ) -> Tensor:
+        """Outputs `[row, pos, head, d_head]` of some of a port's heads."""
+        x = self._input(columns, self.side.attention[layer], everywhere)
+        normed = self.model.norm(layer, "attention")(x)
         weight, bias = self.model.projection(layer, port)
-        out = torch.bmm(normed, weight[heads].transpose(1, 2))
-        out = out.unflatten(1, (-1, base.shape[1])).permute(1, 2, 0, 3)
+        out = torch.bmm(normed.flatten(1, 2), weight[heads].transpose(1, 2))
+        out = out.unflatten(1, x.shape[1:3]).permute(1, 2, 0, 3)
         return out if bias is None else out + bias[heads]
 
     def _attention_taps(self, layer: int, heads: np.ndarray) -> list[Tap]:
         sites = self.model.layers[layer]
-        shape = self.model.shape
-        if not shape.split_heads:
+        if not self.model.shape.split_heads:
             assert sites.attention_post is not None
             push = self._push_whole(layer, heads)
             return [Tap(Site(sites.attention_post), push)]
-        own = (heads - shape.rows(layer, "head")[0]).tolist()
+        own = (heads - self.wiring.heads[layer][0]).tolist()
         if sites.attention_post is None:
             # Nobody reads the stream itself, so the output projection need not run.
             project = Site(sites.attention_out.path, "instead")
@@ -267,17 +332,20 @@ class CircuitPass:
     def _push_z(self, layer: int, own: list[int], heads: Tensor) -> None:
         if not own:
             return
-        ablated = self.side.values.heads[layer]
-        change = heads.unflatten(0, (self.copies, -1)) - ablated
+        everywhere = self.reach.heads[layer]
+        take = self.windows.of(everywhere).take
+        now, ablated = take(heads), take(self.side.values.heads[layer])
+        change = now.unflatten(0, (self.copies, -1)) - ablated
         change = change.flatten(0, 1)[:, :, own]
-        self.streams.push(head_writes(self.model, layer, change, own))
+        wrote = head_writes(self.model, layer, change, own)
+        self._push_change(wrote, everywhere)
 
     def _push_whole(self, layer: int, heads: np.ndarray) -> Callable[[Tensor], None]:
         def fn(value: Tensor) -> None:
             if len(heads):
-                ablated = self.side.values.heads[layer][:, :, 0]
-                change = value.unflatten(0, (self.copies, -1)) - ablated
-                self.streams.push(change.flatten(0, 1)[None])
+                everywhere = self.reach.heads[layer]
+                value = self.windows.of(everywhere).take(value)
+                self._push(value, self.side.values.heads[layer][:, :, 0], everywhere)
 
         return fn
 
@@ -297,41 +365,47 @@ class CircuitPass:
         ]
 
     def _mlp_input(self, layer: int) -> Callable[[Tensor], Tensor]:
+        columns = self.wiring.columns[layer, "in"]
+        base, everywhere = self.side.mlp[layer], self.reach.mlps[layer]
+
         def fn(_: Tensor) -> Tensor:
-            columns = self.model.shape.columns(layer, "in")
-            x = self.streams.add(self.masks[:, columns], self.side.mlp[layer])
-            return self.model.norm(layer, "mlp")(x[0].flatten(0, 1))
+            x = self._input(columns, base, everywhere)[0]
+            if not self.model.layers[layer].mlp_apart:
+                x = self._spread(x, base, self.windows.of(everywhere))
+            return self.model.norm(layer, "mlp")(x)
 
         return fn
 
-    def _push_mlp(self, layer: int) -> Callable[[Tensor], None]:
-        scale = self.model.mlp_scale(layer)
+    def _spread(self, x: Tensor, base: Tensor, window: Window) -> Tensor:
+        """An input at all tokens, `[row, pos, d_model]`, from that at a window."""
+        whole = base.repeat(self.copies, 1, 1)
+        window.put(x, whole)
+        return whole
 
-        def fn(value: Tensor) -> None:
-            change = (value * scale).unflatten(0, (self.copies, -1))
-            change = change - self.side.values.mlps[layer]
-            self.streams.push(change.flatten(0, 1)[None])
+    def _push_mlp(self, layer: int) -> Callable[[Tensor], Tensor | None]:
+        scale = self.model.mlp_scale(layer)
+        ablated, everywhere = self.side.values.mlps[layer], self.reach.mlps[layer]
+
+        def fn(value: Tensor) -> Tensor | None:
+            apart = self.model.layers[layer].mlp_apart
+            if not apart:
+                value = self.windows.of(everywhere).take(value)
+            self._push(value * scale, ablated, everywhere)
+            # Nobody reads the stream itself, which has all tokens.
+            size = (len(value), *ablated.shape[1:])
+            return value.new_zeros(size) if apart else None
 
         return fn
 
     def _final(self, _: Tensor) -> Tensor:
-        column = [self.model.shape.receiver_index["logits"]]
-        x = self.streams.add(self.masks[:, column], self.side.final)
-        return x[0].flatten(0, 1)
+        base, everywhere = self.side.final, self.positions is None
+        x = self._input([self.wiring.logits], base, everywhere)[0]
+        return self._spread(x, base, self.windows.of(everywhere))
 
 
 def _active_senders(model: Backend, kept: np.ndarray) -> np.ndarray:
     """Senders that a kept edge leaves, in canonical order."""
     return np.flatnonzero(kept.any(1) & model.shape.edge_mask.any(1))
-
-
-def _feeding(model: Backend) -> list[np.ndarray]:
-    """For each receiver, the sender indices computed from its input."""
-    index = model.shape.sender_index
-    return [
-        np.array([index[c.name] for c in fed_by(receiver, model.shape)], dtype=np.int64)
-        for receiver in model.shape.receivers
-    ]
 
 
 def run_circuits(
@@ -352,5 +426,5 @@ def run_circuits(
     gates = torch.as_tensor(np.stack(masks)) if not isinstance(masks, Tensor) else masks
     gates = gates.to(model.device)
     with torch.set_grad_enabled(gates.requires_grad):
-        found = CircuitPass(model, batch, side, gates).run(positions)
+        found = CircuitPass(model, batch, side, gates, positions).run()
     return found.unflatten(0, (len(gates), -1))

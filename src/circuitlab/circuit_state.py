@@ -3,8 +3,9 @@
 The state holds what every sender adds beyond its ablated value, and every attention
 port's output, under one circuit on one chunk of prompts. A trial changes the edges into
 one receiver: only components that read a changed sender through a kept edge, and that a
-kept edge leaves, are computed again, from that receiver's layer on. Layers that nothing
-changes are passed by. A trial can be committed; else it leaves no trace.
+kept edge leaves, are computed again, from that receiver's layer on and at the tokens
+where they matter (`windows`). Layers that nothing changes are passed by. A trial can be
+committed; else it leaves no trace.
 
 It gives the numbers of `circuit_run`, and holds for models whose heads do not act on
 each other within a layer (`coupling` says where they do).
@@ -24,7 +25,9 @@ from circuitlab.backends import Backend, Site, Tap, TokenBatch
 from circuitlab.circuit_run import AblatedSide, ablated_side
 from circuitlab.metrics import Metric, with_clean_logits
 from circuitlab.senders import head_writes
-from circuitlab.sites import PORTS, ModelShape, fed_by
+from circuitlab.sites import PORTS
+from circuitlab.windows import windows
+from circuitlab.wiring import Plan, Reach, Wiring
 
 
 @dataclass(frozen=True)
@@ -44,89 +47,17 @@ def prepare(model: Backend, rows: Rows, metric: Metric) -> Chunk:
     positions = batch.last if metric.positions == "last" else None
     full = model.run(batch, positions=positions)
     batch = with_clean_logits(batch, full, metric)
-    return Chunk(batch, ablated_side(model, rows.ablated, batch), positions)
+    return Chunk(batch, ablated_side(model, rows), positions)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a trial computes: per layer the ports' receivers and the heads that change,
-    which layers' MLPs do, and whether the logits do. Receivers and senders by index."""
+@dataclass
+class Difference:
+    """What a sender adds beyond its ablated value, `[circuit, example, pos, d_model]`:
+    `every` token from the first that moves (None where that does not matter), and at the
+    `end`, where the logits are read."""
 
-    ports: dict[tuple[int, str], np.ndarray]
-    heads: dict[int, np.ndarray]
-    mlps: frozenset[int]
-    logits: bool
-    changed: np.ndarray
-
-    @property
-    def components(self) -> int:
-        """How many head and MLP outputs one circuit computes."""
-        return sum(map(len, self.heads.values())) + len(self.mlps)
-
-    def touches(self, layer: int) -> bool:
-        return layer in self.heads or layer in self.mlps
-
-
-class Wiring:
-    """A shape's index arithmetic: which senders each receiver feeds, layer by layer."""
-
-    def __init__(self, shape: ModelShape):
-        self.shape = shape
-        layers = range(shape.n_layers)
-        self.columns = {
-            (layer, port): shape.columns(layer, port)
-            for layer in layers
-            for port in (*PORTS, "in")
-        }
-        self.attention = [
-            np.concatenate([self.columns[layer, port] for port in PORTS])
-            for layer in layers
-        ]
-        self.heads = [shape.rows(layer, "head") for layer in layers]
-        self.mlps = [shape.rows(layer, "mlp") for layer in layers]
-        self.logits = shape.receiver_index["logits"]
-        index = shape.sender_index
-        self.feeds = np.zeros((len(shape.receivers), len(shape.senders)), dtype=bool)
-        for column, receiver in enumerate(shape.receivers):
-            self.feeds[column, [index[c.name] for c in fed_by(receiver, shape)]] = True
-
-    def alive(self, mask: np.ndarray) -> np.ndarray:
-        """The receivers whose component a kept edge leaves; the logits are alive."""
-        found = np.asarray((self.feeds & mask.any(1)).any(1))
-        found[self.logits] = True
-        return found
-
-    def plan(self, mask: np.ndarray, column: int | None) -> Plan:
-        """What changes under a mask when one receiver's input does (None: all)."""
-        active, alive = np.asarray(mask.any(1)), self.alive(mask)
-        hot = np.zeros(len(alive), dtype=bool)
-        hot[slice(None) if column is None else column] = True
-        hot &= alive
-        changed = np.zeros(len(active), dtype=bool)
-        ports: dict[tuple[int, str], np.ndarray] = {}
-        heads: dict[int, np.ndarray] = {}
-        mlps = []
-        for layer in range(self.shape.n_layers):
-            found = self.attention[layer][hot[self.attention[layer]]]
-            if len(found):
-                own = self.feeds[found].any(0) & active
-                heads[layer] = np.flatnonzero(own)
-                changed |= own
-                hot |= mask[own].any(0) & alive
-                for port in PORTS:
-                    columns = self.columns[layer, port]
-                    ports[layer, port] = columns[np.isin(columns, found)]
-            if hot[self.columns[layer, "in"]].any():
-                mlps.append(layer)
-                changed[self.mlps[layer]] = True
-                hot |= mask[self.mlps[layer]].any(0) & alive
-        ports = {key: columns for key, columns in ports.items() if len(columns)}
-        final = bool(hot[self.logits])
-        return Plan(ports, heads, frozenset(mlps), final, changed)
-
-    def places(self, layer: int, port: str, columns: np.ndarray) -> list[int]:
-        """Receiver indices as places among the heads (or KV groups) of a port."""
-        return np.searchsorted(self.columns[layer, port], columns).tolist()
+    every: Tensor | None
+    end: Tensor
 
 
 @dataclass
@@ -138,15 +69,17 @@ class Trial:
     column: int | None
     inputs: Tensor | None
     logits: Tensor
-    senders: dict[int, Tensor] = field(default_factory=dict)
+    senders: dict[int, Difference] = field(default_factory=dict)
     ports: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
 
 class CircuitState:
     """One circuit on one chunk, with its values.
 
-    `difference` `[sender, example, pos, d_model]` is what a sender adds beyond its
-    ablated value; it means nothing for senders that no kept edge leaves.
+    `every` `[sender, example, pos, d_model]` is what a sender adds beyond its ablated
+    value from the first token that moves on, `end` the same where the logits are read.
+    They mean nothing for senders that no kept edge leaves, and `every` nothing where
+    the circuit does not reach further. Edges only go, so it never does again.
     """
 
     @torch.no_grad()
@@ -155,15 +88,34 @@ class CircuitState:
         self.chunk = chunk
         self.wiring = wiring
         self.mask = mask.copy()
-        stream = chunk.side.final
-        self.difference = stream.new_zeros(len(mask), *stream.shape)
+        self.windows = windows(chunk.side.first, chunk.positions)
+        stream, take = chunk.side.final, self.windows
+        every, end = take.every.take(stream), take.end.take(stream)
+        self.every = stream.new_zeros(len(mask), *every.shape)
+        self.end = self.every
+        if chunk.positions is not None:
+            self.end = stream.new_zeros(len(mask), *end.shape)
         self.ports = {k: value.clone() for k, value in chunk.side.projections.items()}
         self.plan = wiring.plan(self.mask, None)
-        self.logits = _Pass(self, self.plan, 1, building=True).run().logits
+        self.logits = (
+            _Pass(self, self.plan, self.reach(), 1, building=True).run().logits
+        )
 
-    def moves_nothing(self, sender: int) -> bool:
-        """Whether a sender's value is its ablated one, so that its edges carry nothing."""
-        return not bool(self.difference[sender].any())
+    def reach(self) -> Reach:
+        """What has to be computed at every token, as the circuit now is."""
+        if self.chunk.positions is None:
+            return self.wiring.everywhere()
+        return self.wiring.reach(self.mask)
+
+    def keep(self, sender: int, value: Difference, row: int = 0) -> None:
+        """Make one circuit's difference of a sender the state's."""
+        self.end[sender] = value.end[row]
+        if value.every is not None:
+            self.every[sender] = value.every[row]
+
+    def bank(self, everywhere: bool) -> Tensor:
+        """All differences at one window, `[sender, example, pos, d_model]`."""
+        return self.every if everywhere else self.end
 
     def base(self, column: int) -> Tensor:
         """The ablated stream at a receiver, `[example, pos, d_model]`."""
@@ -174,31 +126,37 @@ class CircuitState:
             return side.final
         return side.mlp[layer] if receiver.port == "in" else side.attention[layer]
 
-    def assembled(self, column: int, without: np.ndarray | None = None) -> Tensor:
-        """A receiver's input, `[example, pos, d_model]`; `without` leaves senders out."""
+    def assembled(
+        self, column: int, everywhere: bool, without: np.ndarray | None = None
+    ) -> Tensor:
+        """A receiver's input at its window, `[example, pos, d_model]`; `without` leaves
+        senders out."""
         kept = self.mask[:, column]
         kept = np.flatnonzero(kept if without is None else kept & ~without)
-        return self.base(column) + self._total(kept)
+        base = self.windows.of(everywhere).take(self.base(column))
+        return base + _total(self.bank(everywhere), kept)
 
-    def _total(self, senders: np.ndarray) -> Tensor:
-        values = self.difference
-        if len(senders) == 0:
-            return torch.zeros_like(values[0])
-        index = torch.from_numpy(senders).to(values.device)
-        upto = int(senders[-1]) + 1
-        if len(senders) * 3 < upto:
-            return values[index].sum(0)
-        # Most are kept: a product reads them where they lie, without a copy.
-        weights = values.new_zeros(upto)
-        weights[index] = 1
-        return (weights @ values[:upto].flatten(1)).view_as(values[0])
+
+def _total(values: Tensor, senders: np.ndarray) -> Tensor:
+    """The sum of some rows of `[sender, …]`."""
+    if len(senders) == 0:
+        return torch.zeros_like(values[0])
+    index = torch.from_numpy(senders).to(values.device)
+    upto = int(senders[-1]) + 1
+    if len(senders) * 3 < upto:
+        return values[index].sum(0)
+    # Most are kept: a product reads them where they lie, without a copy.
+    weights = values.new_zeros(upto)
+    weights[index] = 1
+    return (weights @ values[:upto].flatten(1)).view_as(values[0])
 
 
 class Focus:
     """One receiver of a state, whose incoming edges are tried one after another.
 
-    What the trials have in common is worked out once: which components they change,
-    and what the receivers further on read from those that stay as they are.
+    What the trials have in common is worked out once: which components they change, at
+    which tokens, and what the receivers further on read from those that stay as they
+    are.
     """
 
     @torch.no_grad()
@@ -206,7 +164,9 @@ class Focus:
         self.state = state
         self.column = column
         self.plan = plan
-        self.input = state.assembled(column)
+        self.reach = state.reach()
+        self.everywhere = bool(self.reach.receivers[column])
+        self.input = state.assembled(column, self.everywhere)
         self._rest: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -216,23 +176,31 @@ class Focus:
         `removed` bool `[circuit, sender]`: which kept edges each lacks.
         """
         senders = np.flatnonzero(removed.any(0))
-        values = self.state.difference
+        values = self.state.bank(self.everywhere)
         picked = values[torch.from_numpy(senders).to(values.device)]
         weights = torch.from_numpy(removed[:, senders].astype(np.float32)).to(picked)
         gone = (weights @ picked.flatten(1)).unflatten(1, self.input.shape)
         inputs = self.input - gone
-        found = _Pass(self.state, self.plan, len(removed), self.column, inputs)
+        found = _Pass(
+            self.state, self.plan, self.reach, len(removed), self.column, inputs
+        )
         found.rest = self._rest
         return found.run()
+
+    def moves_nothing(self, sender: int) -> bool:
+        """Whether what the receiver reads of a sender is its ablated value, so that the
+        edge carries nothing."""
+        return not bool(self.state.bank(self.everywhere)[sender].any())
 
     def commit(self, trial: Trial, row: int, removed: np.ndarray) -> None:
         """Make one of a trial's circuits the state's; `removed` bool `[sender]`."""
         state = self.state
         for sender, value in trial.senders.items():
-            state.difference[sender] = value[row]
+            state.keep(sender, value, row)
         for (layer, port), value in trial.ports.items():
             heads = state.wiring.places(layer, port, self.plan.ports[layer, port])
-            state.ports[layer, port][:, :, heads] = value[row]
+            window = state.windows.of(self.reach.of(layer, port))
+            window.put(value[row], state.ports[layer, port], heads)
         assert trial.inputs is not None
         self.input = trial.inputs[row]
         state.mask[removed, self.column] = False
@@ -253,6 +221,7 @@ class _Pass:
         self,
         state: CircuitState,
         plan: Plan,
+        reach: Reach,
         copies: int,
         column: int | None = None,
         inputs: Tensor | None = None,
@@ -262,11 +231,13 @@ class _Pass:
         self.model = state.model
         self.wiring = state.wiring
         self.plan = plan
+        self.reach = reach
+        self.windows = state.windows
         self.copies = copies
         self.column = column
         self.inputs = inputs
         self.building = building
-        self.senders: dict[int, Tensor] = {}
+        self.senders: dict[int, Difference] = {}
         self.ports: dict[tuple[int, str], Tensor] = {}
         self.rest: dict[int, Tensor] = {}
 
@@ -301,29 +272,47 @@ class _Pass:
         return [*taps, Tap(self.model.final_stream, self._final)]
 
     def _push_stream(self, stream: Tensor) -> None:
-        self._push(0, (stream - self.state.chunk.side.values.stream)[None])
+        everywhere, ablated = self.reach.stream, self.state.chunk.side.values.stream
+        self._push(0, self.windows.of(everywhere).take(stream), ablated, everywhere)
 
-    def _push(self, sender: int, difference: Tensor) -> None:
-        """Keep a sender's differences, `[circuit, example, pos, d_model]`."""
+    def _push(
+        self, sender: int, value: Tensor, ablated: Tensor, everywhere: bool
+    ) -> None:
+        """Keep the difference of a sender's value `[row, pos, d_model]` at a window."""
+        change = value.unflatten(0, (self.copies, -1))
+        change = change - self.windows.of(everywhere).take(ablated)
+        self._push_change(sender, change, everywhere)
+
+    def _push_change(self, sender: int, change: Tensor, everywhere: bool) -> None:
+        """Keep a sender's differences at a window, `[circuit, example, pos, d_model]`."""
+        end = change
+        if everywhere:
+            end = self.windows.tail.take(change.flatten(0, 1))
+            end = end.unflatten(0, change.shape[:2])
+        found = Difference(change if everywhere else None, end)
         if self.building:
-            self.state.difference[sender] = difference[0]
+            self.state.keep(sender, found)
         else:
-            self.senders[sender] = difference
+            self.senders[sender] = found
 
-    def _input(self, column: int) -> Tensor:
-        """A receiver's input for every circuit, `[circuit, example, pos, d_model]`."""
+    def _input(self, column: int, everywhere: bool) -> Tensor:
+        """A receiver's input at its window for every circuit, `[circuit, example, pos,
+        d_model]`."""
         if self.building:
-            return self.state.assembled(column)[None]
+            return self.state.assembled(column, everywhere)[None]
         if column == self.column:
             assert self.inputs is not None
             return self.inputs
         if column not in self.rest:
-            self.rest[column] = self.state.assembled(column, self.plan.changed)
+            changed = self.plan.changed
+            self.rest[column] = self.state.assembled(column, everywhere, changed)
         x = self.rest[column].expand(self.copies, *self.rest[column].shape)
         kept = self.state.mask[:, column]
-        for sender, difference in self.senders.items():
+        for sender, found in self.senders.items():
             if kept[sender]:
-                x = x + difference
+                change = found.every if everywhere else found.end
+                assert change is not None
+                x = x + change
         return x
 
     # --- attention ---
@@ -351,21 +340,23 @@ class _Pass:
             if columns is None:
                 return out.repeat(self.copies, 1, 1, 1).flatten(2)
             heads = self.wiring.places(layer, port, columns)
+            window = self.windows.of(self.reach.of(layer, port))
             found = self._project(layer, port, columns, heads)
             if self.building:
-                out[:, :, heads] = found[0]
+                window.put(found[0], out, heads)
             else:
                 self.ports[layer, port] = found
                 out = out.repeat(self.copies, 1, 1, 1)
-                out[:, :, heads] = found.flatten(0, 1)
+                window.put(found.flatten(0, 1), out, heads)
             return out.flatten(2)
 
         return fn
 
     def _project(self, layer: int, port: str, columns, heads: list[int]) -> Tensor:
-        """Outputs of some of a port's receivers: `[circuit, example, pos, head,
-        d_head]`."""
-        x = torch.stack([self._input(int(c)) for c in columns])
+        """Outputs of some of a port's receivers at their window: `[circuit, example,
+        pos, head, d_head]`."""
+        everywhere = self.reach.of(layer, port)
+        x = torch.stack([self._input(int(c), everywhere) for c in columns])
         normed = self.model.norm(layer, "attention")(x).flatten(1, 3)
         weight, bias = self.model.projection(layer, port)
         out = torch.bmm(normed, weight[heads].transpose(1, 2))
@@ -376,24 +367,28 @@ class _Pass:
         senders = self.plan.heads[layer]
         own = (senders - self.wiring.heads[layer][0]).tolist()
 
+        everywhere = self.reach.heads[layer]
+        take = self.windows.of(everywhere).take
+
         def fn(z: Tensor) -> Tensor:
-            heads = z.unflatten(-1, (self.model.shape.n_heads, -1))[:, :, own]
-            ablated = self.state.chunk.side.values.heads[layer][:, :, own]
+            heads = take(z.unflatten(-1, (self.model.shape.n_heads, -1)))[:, :, own]
+            ablated = take(self.state.chunk.side.values.heads[layer])[:, :, own]
             change = heads.unflatten(0, (self.copies, -1)) - ablated
             wrote = head_writes(self.model, layer, change.flatten(0, 1), own)
             wrote = wrote.unflatten(1, (self.copies, -1))
             for sender, difference in zip(senders.tolist(), wrote, strict=True):
-                self._push(sender, difference)
+                self._push_change(sender, difference, everywhere)
             return z.new_zeros(*z.shape[:2], self.model.shape.d_model)
 
         return fn
 
     def _push_whole(self, layer: int) -> Callable[[Tensor], None]:
-        sender = int(self.wiring.heads[layer][0])
+        sender, everywhere = int(self.wiring.heads[layer][0]), self.reach.heads[layer]
+        ablated = self.state.chunk.side.values.heads[layer][:, :, 0]
 
         def fn(value: Tensor) -> None:
-            ablated = self.state.chunk.side.values.heads[layer][:, :, 0]
-            self._push(sender, value.unflatten(0, (self.copies, -1)) - ablated)
+            value = self.windows.of(everywhere).take(value)
+            self._push(sender, value, ablated, everywhere)
 
         return fn
 
@@ -413,26 +408,45 @@ class _Pass:
         ]
 
     def _mlp_input(self, layer: int) -> Callable[[Tensor], Tensor]:
-        column = int(self.wiring.columns[layer, "in"][0])
+        column, everywhere = (
+            int(self.wiring.columns[layer, "in"][0]),
+            self.reach.mlps[layer],
+        )
 
         def fn(_: Tensor) -> Tensor:
-            x = self._input(column)
-            return self.model.norm(layer, "mlp")(x.flatten(0, 1))
+            x = self._input(column, everywhere).flatten(0, 1)
+            if not self.model.layers[layer].mlp_apart:
+                x = self._spread(column, x, everywhere)
+            return self.model.norm(layer, "mlp")(x)
 
         return fn
 
-    def _push_mlp(self, layer: int) -> Callable[[Tensor], None]:
-        sender = int(self.wiring.mlps[layer][0])
-        scale = self.model.mlp_scale(layer)
+    def _spread(self, column: int, x: Tensor, everywhere: bool) -> Tensor:
+        """A receiver's input at all tokens, `[row, pos, d_model]`, from its window."""
+        whole = self.state.base(column).repeat(self.copies, 1, 1)
+        self.windows.of(everywhere).put(x, whole)
+        return whole
 
-        def fn(value: Tensor) -> None:
-            change = (value * scale).unflatten(0, (self.copies, -1))
-            self._push(sender, change - self.state.chunk.side.values.mlps[layer])
+    def _push_mlp(self, layer: int) -> Callable[[Tensor], Tensor | None]:
+        sender, everywhere = int(self.wiring.mlps[layer][0]), self.reach.mlps[layer]
+        scale = self.model.mlp_scale(layer)
+        ablated = self.state.chunk.side.values.mlps[layer]
+
+        def fn(value: Tensor) -> Tensor | None:
+            apart = self.model.layers[layer].mlp_apart
+            if not apart:
+                value = self.windows.of(everywhere).take(value)
+            self._push(sender, value * scale, ablated, everywhere)
+            # Nobody reads the stream itself, which has all tokens.
+            size = (len(value), *ablated.shape[1:])
+            return value.new_zeros(size) if apart else None
 
         return fn
 
     def _final(self, _: Tensor) -> Tensor:
-        return self._input(self.wiring.logits).flatten(0, 1)
+        column, everywhere = self.wiring.logits, self.state.chunk.positions is None
+        x = self._input(column, everywhere).flatten(0, 1)
+        return self._spread(column, x, everywhere)
 
 
 def _no_attention(value: Tensor) -> tuple[Tensor, None]:

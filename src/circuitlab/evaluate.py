@@ -160,7 +160,7 @@ def _measure_rows(model: Backend, rows: Rows, metric: Metric, masks, at_once: in
     positions = batch.last if metric.positions == "last" else None
     full = model.run(batch, positions=positions)
     batch = with_clean_logits(batch, full, metric)
-    side = ablated_side(model, rows.ablated, batch)
+    side = ablated_side(model, rows)
     empty = np.zeros(model.shape.edge_mask.shape, dtype=bool)
     ablated = run_circuits(model, batch, side, [empty], positions=positions)[0]
     found = []

@@ -125,6 +125,7 @@ class LayerSites:
 
     `attention_stream` and `mlp_stream` are the pre-norm inputs; `z` is the per-head
     value before the output projection; `attention_post` is a post-norm's module path.
+    `mlp_apart`: between its two sites the MLP is one module that takes any tokens.
     """
 
     attention_stream: Site
@@ -137,6 +138,7 @@ class LayerSites:
     mlp_stream: Site | None
     mlp_in: Site | None
     mlp_out: Site | None
+    mlp_apart: bool = False
 
 
 class Backend(Protocol):

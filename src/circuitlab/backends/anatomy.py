@@ -121,6 +121,7 @@ def _layer_sites(layer: int, block: Any, shape: ModelShape) -> LayerSites:
         mlp_stream=Site(mlp_norm, "in") if mlp_norm else None,
         mlp_in=_mlp_in(at, block.mlp) if shape.has_mlp else None,
         mlp_out=_mlp_out(at, parts, block.mlp) if shape.has_mlp else None,
+        mlp_apart=shape.has_mlp and not _mlp_is_mixed(block.mlp),
     )
 
 
@@ -132,9 +133,13 @@ def _mlp_in(at: str, mlp: Any) -> Site:
 def _mlp_out(at: str, parts: Any, mlp: Any) -> Site:
     if "ln2_post" in parts:
         return Site(f"{at}.ln2_post")
-    # Bloom's MLP adds the residual inside: what it writes is its last projection.
-    inner = mlp.name is None or type(mlp).__name__ == "BloomMLPBridge"
-    return Site(f"{at}.mlp.out" if inner else f"{at}.mlp")
+    return Site(f"{at}.mlp.out" if _mlp_is_mixed(mlp) else f"{at}.mlp")
+
+
+def _mlp_is_mixed(mlp: Any) -> bool:
+    """Whether what an MLP writes is its last projection's output: OPT's is no module of
+    its own, and Bloom's adds the residual inside."""
+    return mlp.name is None or type(mlp).__name__ == "BloomMLPBridge"
 
 
 @dataclass(frozen=True)
