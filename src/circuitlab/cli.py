@@ -19,8 +19,12 @@ import typer
 from circuitlab import (
     cli_app,
     cli_circuit,
+    cli_compare,
     cli_demo,
+    cli_mask,
     cli_models,
+    cli_nodes,
+    cli_rerun,
     cli_score,
     cli_search,
     cli_sites,
@@ -70,17 +74,21 @@ def circuitlab(
 app.command()(cli_demo.demo)
 app.add_typer(cli_models.tasks_app, name="tasks")
 app.command()(cli_score.score)
+app.command()(cli_nodes.nodes)
+app.command()(cli_score.combine)
 app.command()(cli_circuit.circuit)
 app.command()(cli_circuit.evaluate)
 app.command()(cli_circuit.curve)
 app.command()(cli_search.validate)
 app.command()(cli_search.calibrate)
 app.command()(cli_search.acdc)
+app.command()(cli_mask.mask)
+app.command()(cli_compare.compare)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sites.sites)
 app.command()(cli_sites.read)
 app.command()(cli_sites.intervene)
-app.command()(cli_score.rerun)
+app.command()(cli_rerun.rerun)
 app.command()(cli_store.runs)
 app.command()(cli_store.sql)
 app.command()(cli_store.export)

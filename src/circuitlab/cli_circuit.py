@@ -199,7 +199,7 @@ def curve(
     """
     from circuitlab.evaluate import curve as evaluate_sizes
 
-    wanted: Any = "mib" if sizes == "mib" else _sizes(sizes)
+    wanted: Any = "mib" if sizes == "mib" else parse_sizes(sizes)
     with open_store(store) as opened:
         edges = load_edges(opened, run_id)
         bench = Bench.of(edges.run, measuring)
@@ -215,7 +215,8 @@ def curve(
         say(f"CPR {found.cpr:.4f} (by support), CMD {found.cmd:.4f} (by magnitude)")
 
 
-def _sizes(text: str | None) -> list[int] | None:
+def parse_sizes(text: str | None) -> list[int] | None:
+    """Numbers of edges. Raises ArgumentError `sizes_invalid`."""
     if text is None:
         return None
     try:

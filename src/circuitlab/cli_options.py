@@ -88,6 +88,10 @@ Ablation = Annotated[
     str,
     typer.Option(help="What a corrupted edge carries: patch, zero, mean, resample, …"),
 ]
+Start = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Search only among the edges of this circuit."),
+]
 Dtype = Annotated[
     str | None, typer.Option(help="float32 (the default), float64 or bfloat16.")
 ]

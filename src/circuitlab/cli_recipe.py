@@ -253,7 +253,9 @@ class Recipe:
 
     def signed(self, run: Run, **more: Any) -> Run:
         """A run that says with which recipe (and what `more`) it was made."""
-        return replace(run, provenance={**run.provenance, KEY: {**self.to_json(), **more}})
+        return replace(
+            run, provenance={**run.provenance, KEY: {**self.to_json(), **more}}
+        )
 
 
 def _joined(sets: Sequence[Prompts]) -> Prompts:

@@ -1,12 +1,15 @@
-"""Commands that score edges: score, rerun."""
+"""Commands that score edges: score, combine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from circuitlab import cli_options as opt
-from circuitlab.cli_bench import load_edges, open_store
+from circuitlab.cli_bench import load_edges, open_store, require_circuit
 from circuitlab.cli_output import (
     print_csv,
     print_json,
@@ -16,6 +19,7 @@ from circuitlab.cli_output import (
     say,
 )
 from circuitlab.cli_recipe import KEY, Recipe
+from circuitlab.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
@@ -41,6 +45,12 @@ def score(
     drawing: opt.Drawing,
     loading: opt.Loading,
     ungroup_kv: opt.UngroupKv = False,
+    circuit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="With --method exact: patch this circuit's edges alone."
+        ),
+    ] = None,
     batch_size: opt.BatchSize = None,
     top: opt.Shown = 10,
     store: opt.Store = None,
@@ -59,42 +69,67 @@ def score(
         path=path, ablation=ablation, ungroup_kv=ungroup_kv,
         **vars(drawing), **vars(loading),
     )  # fmt: skip
-    edges, run_id = score_and_save(recipe, open_store(store), batch_size)
+    opened = open_store(store)
+    only = _edges_of(opened, circuit, recipe) if circuit else None
+    edges, run_id = score_and_save(recipe, opened, batch_size, only)
     print_edges(edges, run_id, store, top, as_json, as_csv)
 
 
+def _edges_of(store: Store, circuit: str, recipe: Recipe) -> tuple[str, ...]:
+    """A circuit's edges, to be patched for real. Raises `circuit_needs_exact`."""
+    if recipe.method != "exact":
+        raise ArgumentError(
+            "circuit_needs_exact",
+            f"{recipe.method} scores all edges at once; --circuit goes with --method exact",
+            value=recipe.method,
+            expected="exact",
+        )
+    return require_circuit(store, circuit).ordered
+
+
 def score_and_save(
-    recipe: Recipe, store: Store, batch_size: int | None = None
+    recipe: Recipe,
+    store: Store,
+    batch_size: int | None = None,
+    only: Sequence[str] | None = None,
 ) -> tuple[EdgeTable, str]:
-    """Run a recipe; save the run with its prompts; return the table and its id."""
+    """Run a recipe; save the run with its prompts; return the table and its id.
+
+    `only` names the edges that the method `exact` patches."""
     recipe.check_names()
     model = recipe.load_model()
-    return score_prompts(recipe, model, recipe.prompts(model), store, batch_size)
+    return score_prompts(recipe, model, recipe.sets(model), store, batch_size, only)
 
 
 def score_prompts(
     recipe: Recipe,
     model: Backend,
-    prompts: Prompts,
+    prompts: Prompts | Sequence[Prompts],
     store: Store,
     batch_size: int | None = None,
+    only: Sequence[str] | None = None,
 ) -> tuple[EdgeTable, str]:
-    """Score these prompts as the recipe says, and save."""
+    """Score these prompts (or sets of them, together) as the recipe says, and save."""
     from circuitlab.edges import edge_scores
+    from circuitlab.methods import Exact
+    from circuitlab.prompts import Prompts
 
-    with progress(f"Scoring {len(prompts)} prompts") as advance, store:
+    sets = [prompts] if isinstance(prompts, Prompts) else prompts
+    count = sum(map(len, sets))
+    with progress(f"Scoring {count} prompts") as advance, store:
         edges = edge_scores(
             model,
-            prompts,
+            sets if len(sets) > 1 else sets[0],
             recipe.metric_value(),
-            method=recipe.method_value(),
+            method=recipe.method_value() if only is None else Exact(tuple(only)),
             ablation=recipe.ablation,
             batch_size=batch_size,
             progress=advance,
         )
-        told = {**edges.run.provenance, KEY: recipe.to_json()}
-        edges = replace(edges, run=replace(edges.run, provenance=told))
-        return edges, store.save(edges, prompts=prompts)
+        edges = replace(edges, run=recipe.signed(edges.run))
+        for some in sets:
+            store.save_prompts(some)
+        return edges, store.save(edges)
 
 
 def print_edges(
@@ -144,36 +179,68 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def rerun(
-    run_id: opt.RunId,
-    batch_size: opt.BatchSize = None,
+def combine(
+    run_ids: Annotated[
+        list[str], typer.Argument(metavar="RUN_ID", help="Two runs of scores or more.")
+    ],
     top: opt.Shown = 10,
     store: opt.Store = None,
     as_json: opt.Json = False,
     as_csv: opt.Csv = False,
 ) -> None:
-    """Make a scored run again, and compare.
+    """Combine runs of edge scores on different prompts into one run.
 
-    The run says itself how it was made.
-    Equal numbers give the same run id; others are kept beside it, under the same
-    params_digest, and the largest difference is told.
+    As if all their prompts had been scored together. The runs must agree in all but the
+    prompts.
 
-    Example: circuitlab rerun 3f2a9c
+    Example: circuitlab combine 3f2a9c 8b01d7
     """
-    opened = open_store(store)
-    before = load_edges(opened, run_id)
-    edges, saved = score_and_save(Recipe.of(before.run), opened, batch_size)
+    from circuitlab.combining import combine as put_together
+
+    with open_store(store) as opened:
+        tables = [part for run_id in run_ids for part in _parts(opened, run_id)]
+        if len(tables) < 2:
+            raise ArgumentError(
+                "combine_empty", "give two runs or more to combine", value=run_ids
+            )
+        edges = put_together(tables)
+        edges = replace(edges, run=_combined(edges.run, tables))
+        saved = opened.save(edges)
+        twice = _scored_twice(opened, tables)
     print_edges(edges, saved, store, top, as_json, as_csv)
-    remark(_compared(before, edges))
+    if twice:
+        remark(f"{twice} prompts stand in more than one of these runs, and count again")
 
 
-def _compared(before: EdgeTable, after: EdgeTable) -> str:
-    import numpy as np
+def _parts(store: Store, run_id: str) -> list[EdgeTable]:
+    """The run of that id; of one that was combined, the runs that it was made of."""
+    edges = load_edges(store, run_id)
+    made_of = edges.run.provenance.get("combined", [])
+    return [load_edges(store, part) for part in made_of] or [edges]
 
-    if before.run.params_digest != after.run.params_digest:
-        return "the model, the prompts or the method are not the same as before"
-    if before.run_id == after.run_id:
-        return "the same numbers, bit for bit"
-    gap = np.nanmax(np.abs(before.scores - after.scores))
-    size = np.nanmax(np.abs(before.scores))
-    return f"the largest difference is {gap / size:.2g} of the largest |score|"
+
+def _combined(run: Run, tables: Sequence[EdgeTable]) -> Run:
+    """The run with the ids of its parts, and the recipe of all of them if each has one."""
+    told = {name: value for name, value in run.provenance.items() if name != KEY}
+    told["combined"] = [table.run_id for table in tables]
+    run = replace(run, provenance=told)
+    if any(KEY not in table.run.provenance for table in tables):
+        return run
+    return Recipe.joined([Recipe.of(table.run) for table in tables]).signed(run)
+
+
+def _scored_twice(store: Store, tables: Sequence[EdgeTable]) -> int:
+    """How many of the tables' prompts were scored before by another; of those alone
+    whose prompts the store has."""
+    seen: set[Any] = set()
+    twice = 0
+    for table in tables:
+        try:
+            clean = set(store.load_prompts(table.run.dataset_digest).clean)
+        except StoreError as error:
+            if error.code != "prompts_unknown":
+                raise
+            continue
+        twice += len(clean & seen)
+        seen |= clean
+    return twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,11 +21,15 @@ from circuitlab.cli_output import (
     say,
     show,
 )
-from circuitlab.cli_recipe import KEY, Recipe
-from circuitlab.errors import StoreError
+from circuitlab.cli_recipe import Recipe
+from circuitlab.cli_score import score_prompts
+from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from circuitlab.acdc import AcdcResult
+    from circuitlab.backends import Backend
     from circuitlab.circuits import Circuit
+    from circuitlab.prompts import Prompts
     from circuitlab.store import Store
 
 VALIDATION_COLUMNS = (
@@ -54,9 +59,13 @@ def acdc(
     file: opt.File = None,
     metric: opt.Metric = "kl",
     ablation: opt.Ablation = "patch",
-    start: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Search only among the edges of this circuit."),
+    start: opt.Start = None,
+    fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Search only among this share of all edges, as 0.1: those that EAP-IG "
+            "scores highest, which are saved as a run and a circuit of their own."
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -76,40 +85,109 @@ def acdc(
 
     Example: circuitlab acdc embedded --threshold 0.05 --n 16
     """
-    from circuitlab.acdc import acdc_sweep
-
     recipe = Recipe(
-        model, task, file, metric=metric, ablation=ablation, ungroup_kv=ungroup_kv,
+        model, task, file, method="acdc", metric=metric, ablation=ablation, ungroup_kv=ungroup_kv,
         **vars(drawing), **vars(loading),
     )  # fmt: skip
-    recipe.check_names()
+    recipe.check_names(method=False)
+    _check_universe(start, fraction)
     with open_store(store) as opened:
         universe = require_circuit(opened, start) if start else None
         loaded = recipe.load_model()
         prompts = recipe.prompts(loaded)
-        with progress("Deciding edges") as advance:
-            found = acdc_sweep(
-                loaded, prompts, recipe.metric_value(), threshold or [0.01], universe,
-                ablation=ablation, batch_size=batch_size, checkpoint=checkpoint,
-                progress=advance,
-            )  # fmt: skip
-        facts = [_save_search(opened, one, recipe, prompts) for one in found]
+        within: dict[str, Any] = {}
+        if fraction is not None:
+            universe, within = _best_share(opened, recipe, loaded, prompts, fraction)
+        found = search(
+            recipe,
+            loaded,
+            prompts,
+            threshold or [0.01],
+            universe,
+            batch_size,
+            checkpoint,
+        )
+        facts = [
+            {"threshold": one.threshold, **save_search(opened, one, prompts, within)}
+            for one in found
+        ]
     if as_json:
         print_json(facts)
     else:
         print_table(("threshold", "n_edges", "circuit_id", "run_id"), facts)
 
 
-def _save_search(
-    store: Store, found: Any, recipe: Recipe, prompts: Any
+def _check_universe(start: str | None, fraction: float | None) -> None:
+    from circuitlab.ranking import check_fraction
+
+    if fraction is None:
+        return
+    check_fraction(fraction)
+    if start:
+        raise ArgumentError(
+            "universe_ambiguous",
+            "give --start or --fraction, not both: each says which edges to search",
+            value=[start, fraction],
+        )
+
+
+def _best_share(
+    store: Store, recipe: Recipe, model: Backend, prompts: Prompts, fraction: float
+) -> tuple[Circuit, dict[str, Any]]:
+    """The edges that EAP-IG scores highest on the search's prompts, saved as a run and
+    a circuit; and what the search is to say of them. As `hierarchical_acdc` does."""
+    from circuitlab.circuits import top_fraction
+
+    scoring = replace(recipe, method="eap-ig")
+    edges, _ = score_prompts(scoring, model, prompts, store)
+    universe = top_fraction(edges, fraction, rank="magnitude")
+    store.save(universe)
+    return universe, {"within": dict(universe.provenance), "fraction": fraction}
+
+
+def search(
+    recipe: Recipe,
+    model: Backend,
+    prompts: Prompts,
+    thresholds: Sequence[float],
+    universe: Circuit | None,
+    batch_size: int | None = None,
+    checkpoint: Path | None = None,
+) -> list[AcdcResult]:
+    """Run ACDC as the recipe says, at each threshold; the decisions say so."""
+    from circuitlab.acdc import acdc_sweep
+
+    with progress("Deciding edges") as advance:
+        found = acdc_sweep(
+            model, prompts, recipe.metric_value(), thresholds, universe,
+            ablation=recipe.ablation, batch_size=batch_size, checkpoint=checkpoint,
+            progress=advance,
+        )  # fmt: skip
+    return [_signed(one, recipe) for one in found]
+
+
+def _signed(found: AcdcResult, recipe: Recipe) -> AcdcResult:
+    run = recipe.signed(found.decisions.run)
+    return replace(
+        found,
+        decisions=replace(found.decisions, run=run),
+        circuit=replace(found.circuit, run=run),
+    )
+
+
+def save_search(
+    store: Store, found: AcdcResult, prompts: Prompts, within: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Save one threshold's decisions and circuit; what identifies them."""
+    """Save one threshold's decisions and circuit, which also say `within` which edges
+    was searched; what identifies them."""
     run = found.decisions.run
-    run = replace(run, provenance={**run.provenance, KEY: recipe.to_json()})
+    run = replace(run, provenance={**run.provenance, **within})
     decided = store.save(replace(found.decisions, run=run), prompts=prompts)
-    circuit = replace(found.circuit, run=run)
+    provenance = {**found.circuit.provenance, **within}
+    circuit = replace(found.circuit, run=run, provenance=provenance)
     facts = circuit_facts(circuit, store.save(circuit))
-    return {"threshold": found.threshold, "decisions_run": decided, **facts}
+    more = {"scores_run": within["within"]["run_id"]} if within else {}
+    return {"decisions_run": decided, **more, **facts}
 
 
 @opt.grouped

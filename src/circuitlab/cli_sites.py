@@ -18,7 +18,7 @@ from circuitlab.cli_output import (
     say,
     show,
 )
-from circuitlab.cli_recipe import KEY, Recipe
+from circuitlab.cli_recipe import Recipe
 
 SITE_COLUMNS = (
     "site",
@@ -118,8 +118,7 @@ def read(
             loaded, prompts, target, within=within or None, method=method, reduce=reduce,
             frozen=DEFAULT if freeze_mlps else None, progress=advance,
         )  # fmt: skip
-    told = {**table.run.provenance, KEY: recipe.to_json()}
-    table = replace(table, run=replace(table.run, provenance=told))
+    table = replace(table, run=recipe.signed(table.run))
     with open_store(store) as opened:
         saved = opened.save(table, prompts=prompts)
     rows = table.rows.to_pylist()

@@ -1,0 +1,302 @@
+"""The commands over node scores, searches, masks, comparisons and combined runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import circuitlab as cl
+from circuitlab import cli
+from circuitlab.acdc import hierarchical_acdc
+from circuitlab.edges import edge_scores, scores_by_node
+from circuitlab.node_table import NodeTable
+from circuitlab.store import Store
+from tests.test_cli_science import Lab
+
+N = 4
+EAP = ("--method", "eap", "--n", N)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that this file's tests share: what they save has its content's id."""
+    return tmp_path_factory.mktemp("cli_methods") / "store.duckdb"
+
+
+@pytest.fixture
+def lab(path: Path, capsys: pytest.CaptureFixture[str]) -> Lab:
+    return Lab(path, capsys)
+
+
+def refused(lab: Lab, *words: object) -> tuple[int, str]:
+    """The exit code and the error's code of a command."""
+    lab.capsys.readouterr()
+    code = cli.run([*map(str, words), "--store", str(lab.store)])
+    printed = lab.capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error["), printed.err
+    assert printed.err.count("\n") == 1
+    return code, printed.err.partition("[")[2].partition("]")[0]
+
+
+def circuit_of(lab: Lab, k: int = 30) -> dict[str, Any]:
+    return lab("circuit", lab("score", "embedded", *EAP)["run_id"], "--top-k", k)
+
+
+def rerun(lab: Lab, run_id: str) -> tuple[str, str]:
+    """The run that rerunning a run gives, and what it says of it."""
+    lab.capsys.readouterr()
+    assert cli.run(["rerun", run_id, "--json", "--store", str(lab.store)]) == 0
+    printed = lab.capsys.readouterr()
+    return json.loads(printed.out)["run_id"], printed.err
+
+
+def remade(lab: Lab, run_id: str) -> bool:
+    """Whether rerunning a run gives it again, and says so."""
+    again, said = rerun(lab, run_id)
+    return again == run_id and "bit for bit" in said
+
+
+# --- nodes ---
+
+
+def test_a_node_is_the_sum_of_the_edges_that_leave_it(lab: Lab):
+    found = lab("nodes", "embedded", "--n", N, "--top", 100)
+    edges = Store(lab.store).load(lab("score", "embedded", "--n", N)["run_id"])
+    expected = scores_by_node(edges).to_pylist()
+    told = {row["component"]: row["score"] for row in found["top"]}
+    assert told == pytest.approx(
+        {r["component"]: r["score"] for r in expected}, abs=1e-5
+    )
+    sizes = [abs(row["score"]) for row in found["top"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_nodes_are_kept_and_made_again(lab: Lab):
+    nodes = lab("nodes", "embedded", "--n", N)["run_id"]
+    neurons = lab("nodes", "embedded", "--n", N, "--neurons")["run_id"]
+    whole, features = Store(lab.store).load(nodes), Store(lab.store).load(neurons)
+    assert isinstance(whole, NodeTable)
+    assert (whole.run_id, whole.neurons, features.neurons) == (nodes, False, True)
+    width = len(features) // len(whole)
+    sums = features.scores.reshape(len(whole), width).sum(1)
+    assert sums == pytest.approx(whole.scores, abs=1e-5)
+    assert remade(lab, neurons)
+    query = "select address, site, score from v_act where run_id = $run and pass = 0"
+    rows = lab("sql", query, "--param", f"run={json.dumps(nodes)}")
+    assert {"address": "a0.h1", "site": "blocks.0.attn.h1"}.items() <= {
+        row["address"]: row for row in rows
+    }["a0.h1"].items()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--method", "exact"), "method_unsupported"),
+        (("--method", "eap", "--metric", "kl"), "metric_stationary_at_clean"),
+        (("--method", "magic"), "method_unknown"),
+    ],
+)
+def test_methods_that_score_no_nodes_are_refused(lab: Lab, words: Sequence, error: str):
+    assert refused(lab, "nodes", "embedded", *words) == (2, error)
+
+
+# --- exact effects of a circuit ---
+
+
+def test_exact_effects_of_a_circuit_alone(lab: Lab):
+    circuit = circuit_of(lab, 12)
+    words = ("score", "embedded", "--method", "exact", "--n", N)
+    found = lab(*words, "--circuit", circuit["circuit_id"])
+    edges = Store(lab.store).load(found["run_id"])
+    kept = {row["edge"] for row in circuit["edges"]}
+    assert {row.edge for row in edges} == kept
+    assert {row.status for row in edges} == {"ok"}
+    assert remade(lab, found["run_id"])
+    assert refused(
+        lab, "score", "embedded", *EAP, "--circuit", circuit["circuit_id"]
+    ) == (
+        2,
+        "circuit_needs_exact",
+    )
+    assert refused(lab, *words, "--circuit", "0123456789") == (3, "run_unknown")
+
+
+# --- acdc inside a share of the edges ---
+
+
+def test_acdc_inside_the_best_share_is_the_librarys(lab: Lab):
+    words = ("--threshold", 0.1, "--fraction", 0.2, "--n", N, "--task", "induction")
+    (found,) = lab("acdc", "embedded", *words)
+    saved = Store(lab.store).load(found["run_id"])
+    model = cl.load_model("embedded")
+    prompts = cl.tasks.induction(N, 0, model)
+    expected = hierarchical_acdc(model, prompts, threshold=0.1, fraction=0.2)
+    assert saved.edges == expected.edges
+    assert saved.provenance["fraction"] == 0.2
+    scores = Store(lab.store).load(found["scores_run"])
+    assert saved.edges <= cl.top_fraction(scores, 0.2, rank="magnitude").edges
+    assert remade(lab, found["decisions_run"])
+    assert lab("evaluate", found["circuit_id"])["prompts_overlap"] is False
+
+
+def test_acdc_decisions_are_made_again_as_decisions(lab: Lab):
+    start = circuit_of(lab)["circuit_id"]
+    words = ("--threshold", 0.1, "--threshold", 0.4, "--n", N)
+    low, high = lab("acdc", "embedded", *words, "--start", start)
+    assert low["n_edges"] > high["n_edges"]
+    for found in (low, high):
+        # Alone, a threshold speculates otherwise, which may round otherwise.
+        again, said = rerun(lab, found["decisions_run"])
+        assert "not the same" not in said
+        old, new = (
+            Store(lab.store).load(run_id) for run_id in (found["decisions_run"], again)
+        )
+        assert [row.status for row in old] == [row.status for row in new]
+        assert new.scores == pytest.approx(old.scores, abs=1e-5, nan_ok=True)
+        assert new.run.policy["method"] == "acdc"
+        assert new.run.provenance["command"]["method"] == "acdc"
+
+
+def test_two_universes_are_refused(lab: Lab):
+    words = ("acdc", "embedded", "--fraction")
+    assert refused(lab, *words, 0.1, "--start", "abc") == (2, "universe_ambiguous")
+    assert refused(lab, *words, 1.5) == (2, "fraction_out_of_range")
+
+
+# --- masks ---
+
+
+def test_a_trained_mask_is_a_circuit_and_a_run_of_scores(lab: Lab):
+    words = ("--steps", 8, "--rate", 0.6, "--sparsity", 8, "--n", N, "--batch-size", 2)
+    found = lab("mask", "embedded", *words)
+    circuit, gates = (
+        Store(lab.store).load(found[name]) for name in ("run_id", "gates_run")
+    )
+    assert 0 < len(circuit) == found["n_edges"] < 262
+    assert list(circuit.ordered) == found["edges"]
+    assert gates.run.policy["method"] == "edge_mask"
+    chosen = lab(
+        "circuit", found["gates_run"], "--top-k", len(circuit), "--rank", "support",
+        "--no-prune",
+    )  # fmt: skip
+    assert {row["edge"] for row in chosen["edges"]} == circuit.edges
+    assert lab("evaluate", found["circuit_id"])["prompts_overlap"] is False
+    assert remade(lab, found["gates_run"])
+
+
+def test_a_mask_inside_a_circuit(lab: Lab):
+    start = circuit_of(lab)
+    found = lab(
+        "mask", "embedded", "--steps", 2, "--n", N, "--start", start["circuit_id"]
+    )
+    assert set(found["edges"]) <= {row["edge"] for row in start["edges"]}
+    assert remade(lab, found["gates_run"])
+    assert refused(lab, "mask", "embedded", "--steps", 0) == (2, "training_invalid")
+    assert refused(lab, "mask", "embedded", "--metric", "x") == (2, "metric_unknown")
+
+
+# --- comparing ---
+
+
+def test_a_circuit_is_compared_with_itself_and_with_less(lab: Lab, tmp_path: Path):
+    known, less = circuit_of(lab, 40), circuit_of(lab, 20)
+    found = lab("compare", known["circuit_id"], known["circuit_id"], less["circuit_id"])
+    by_id = {row["circuit_id"]: row for row in found["rows"]}
+    assert by_id[known["circuit_id"]]["iou"] == 1.0
+    share = less["n_edges"] / known["n_edges"]
+    row = by_id[less["circuit_id"]]
+    assert (row["precision"], row["false_positive_rate"]) == (1.0, 0.0)
+    assert row["true_positive_rate"] == row["iou"] == pytest.approx(share)
+    (curve,) = found["curves"]
+    assert (curve["auc"], curve["n_universe"]) == (1.0, 262)
+    file = tmp_path / "known.json"
+    lab("export", file, known["circuit_id"])
+    again = lab("compare", file, known["circuit_id"], less["circuit_id"])
+    assert again["rows"] == found["rows"]
+    saved = Store(lab.store).load_record(found["run_id"]).tables["eval"].to_pylist()
+    assert {row["label"] for row in saved} == {"compared"}
+    assert {row["auc"] for row in saved} == {1.0}
+
+
+def test_scores_are_compared_by_their_whole_ranking(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    known = lab("circuit", run_id, "--top-k", 40, "--no-prune")["circuit_id"]
+    found = lab("compare", known, run_id, "--sizes", "20,40,80")
+    assert [row["n_both"] for row in found["rows"]] == [20, 40, 40]
+    (curve,) = found["curves"]
+    assert (curve["auc"], curve["scores_run"]) == (1.0, run_id)
+    (row,) = lab("compare", known, run_id, "--rank", "support")["rows"]
+    assert row["n_edges"] == 40
+    universe = lab("circuit", run_id, "--top-k", 100, "--no-prune")["circuit_id"]
+    (curve,) = lab("compare", known, run_id, "--universe", universe)["curves"]
+    assert (curve["n_known"], curve["n_universe"]) == (40, 100)
+
+
+def test_what_can_not_be_compared(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    known = circuit_of(lab)["circuit_id"]
+    every = lab("circuit", run_id, "--top-fraction", 1, "--no-prune")["circuit_id"]
+    assert refused(lab, "compare", run_id, known) == (3, "run_kind_wrong")
+    assert refused(lab, "compare", every, known) == (2, "known_circuit_empty")
+    assert refused(lab, "compare", "no.json", known) == (2, "interchange_missing")
+    assert refused(lab, "compare", known, run_id, "--sizes", "a") == (
+        2,
+        "sizes_invalid",
+    )
+    assert refused(lab, "compare", known) == (2, "usage")
+
+
+# --- combining ---
+
+
+def test_combined_runs_are_as_scored_together(lab: Lab):
+    parts = [lab("score", "embedded", *EAP, "--seed", s)["run_id"] for s in (1, 2)]
+    found = lab("combine", *parts)
+    combined = Store(lab.store).load(found["run_id"])
+    assert combined.run.n == 2 * N
+    assert combined.run.provenance["combined"] == parts
+    model = cl.load_model("embedded")
+    sets = [cl.tasks.ioi(N, seed, model) for seed in (1, 2)]
+    together = edge_scores(model, sets, cl.logit_diff())
+    assert together.run.params_digest == combined.run.params_digest
+    assert combined.scores == pytest.approx(together.scores, abs=1e-6)
+    circuit = lab("circuit", found["run_id"], "--top-k", 40)["circuit_id"]
+    held = lab("evaluate", circuit)
+    assert (held["n"], held["prompts_overlap"]) == (2 * N, False)
+    assert lab("evaluate", circuit, "--on", "scored")["n"] == 2 * N
+    assert lab("evaluate", circuit, "--seed", 9, "--n", 3)["n"] == 3
+
+
+def test_a_combined_run_is_made_again_from_all_its_parts(lab: Lab):
+    ids = [lab("score", "embedded", *EAP, "--seed", s)["run_id"] for s in (1, 2, 3)]
+    two = lab("combine", *ids[:2])["run_id"]
+    three = lab("combine", two, ids[2])
+    assert three["run_id"] == lab("combine", *ids)["run_id"]
+    again, said = rerun(lab, three["run_id"])
+    assert "not the same" not in said
+    old, new = (Store(lab.store).load(run_id) for run_id in (three["run_id"], again))
+    assert new.run.params_digest == old.run.params_digest
+    assert new.scores == pytest.approx(old.scores, abs=1e-6)
+
+
+def test_runs_that_do_not_go_together_are_refused(lab: Lab):
+    one = lab("score", "embedded", *EAP)["run_id"]
+    other = lab("score", "embedded", "--n", N)["run_id"]
+    assert refused(lab, "combine", one, other) == (2, "combine_mismatch")
+    assert refused(lab, "combine", one, one) == (2, "combine_repeated")
+    assert refused(lab, "combine", one) == (2, "combine_empty")
+    circuit = circuit_of(lab)["run_id"]
+    assert refused(lab, "combine", one, circuit) == (3, "run_kind_wrong")
+
+
+def test_prompts_that_two_runs_share_are_told(lab: Lab):
+    one = lab("score", "embedded", "--method", "eap", "--n", N)["run_id"]
+    more = lab("score", "embedded", "--method", "eap", "--n", N + 2)["run_id"]
+    lab.capsys.readouterr()
+    assert cli.run(["combine", one, more, "--store", str(lab.store)]) == 0
+    assert f"{N} prompts stand in more than one" in lab.capsys.readouterr().err
