@@ -175,7 +175,7 @@ class CircuitPass:
         masks = masks * torch.as_tensor(model.shape.edge_mask, device=masks.device)
         kept = np.asarray((masks.detach() != 0).any(0).cpu())
         self.active = _active_senders(model, kept)
-        self._kept = kept[self.active].any(0)
+        self._kept = np.asarray(kept[self.active].any(0))
         self.windows = windows(side.first, positions)
         # A gate that is shut has a derivative too, wherever it would lead.
         leads = model.shape.edge_mask if self.grad else kept
