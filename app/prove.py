@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from circuitlab.circuits import Circuit
 from circuitlab.cli_bench import Bench, load_circuit, open_store
+from circuitlab.cli_options import Measuring
 from circuitlab.cli_output import progress
 from circuitlab.errors import ArgumentError, CircuitlabError
 
@@ -33,8 +34,8 @@ def prove(options: argparse.Namespace) -> str:
                 f"{options.circuit} is a run of scores; give a circuit's id",
                 value=options.circuit,
             )
-        recipe = (None, options.metric, options.on, None, None, None, None)
-        bench = Bench.of(circuit.run, *recipe)
+        asked = Measuring(options.ablation, options.metric, options.on)
+        bench = Bench.of(circuit.run, asked)
         by = "edges" if len(circuit.edges) <= EDGE_BY_EDGE else "components"
         with progress("Validating") as advance:
             found = validate(
