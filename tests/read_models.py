@@ -37,14 +37,15 @@ def _config(family: str) -> Any:
             )
         case "llama":
             return transformers.LlamaConfig(**grouped)
-        case "neox":
-            return transformers.GPTNeoXConfig(**wide, use_parallel_residual=True)
-        case "neox_sequential":
-            return transformers.GPTNeoXConfig(**wide, use_parallel_residual=False)
+        case "neox" | "neox_sequential":
+            parallel = family == "neox"
+            return transformers.GPTNeoXConfig(**wide, use_parallel_residual=parallel)
         case "gemma2":
             return transformers.Gemma2Config(
                 **grouped, head_dim=8, query_pre_attn_scalar=8
             )
+        case "olmo2":
+            return transformers.Olmo2Config(**grouped)
         case "opt":
             return transformers.OPTConfig(
                 vocab_size=VOCAB,

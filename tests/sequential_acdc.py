@@ -12,9 +12,10 @@ from circuitlab.acdc_trials import components_of
 from circuitlab.circuit_run import run_circuits
 from circuitlab.circuit_state import prepare
 from circuitlab.circuits import Circuit
+from circuitlab.coupling import heads_are_coupled
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
-from circuitlab.sites import fed_by
+from circuitlab.sites import PORTS, fed_by
 
 
 @dataclass
@@ -50,10 +51,14 @@ def sequential_acdc(
         )
         return float(metric(logits[0], chunk.batch).double().mean())
 
+    coupled = heads_are_coupled(model)
     current = measure()
     for receiver in reversed(shape.receivers):
         column = shape.receiver_index[receiver.name]
         fed = [shape.sender_index[c.name] for c in fed_by(receiver, shape)]
+        if coupled and receiver.port in PORTS:
+            # A head that nothing reads still moves the others of its layer.
+            fed = list(shape.rows(receiver.component.layer, "head"))
         if fed and not mask[fed].any():
             mask[:, column] = False
             continue

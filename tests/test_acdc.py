@@ -24,7 +24,7 @@ from circuitlab.circuit_state import (
 from circuitlab.coupling import heads_are_coupled
 from circuitlab.errors import CircuitlabError
 from circuitlab.evaluate import measure
-from circuitlab.wiring import Wiring
+from circuitlab.wiring import wiring_of
 from tests import read_models
 from tests.hand_models import induction_model, ioi_model
 from tests.sequential_acdc import sequential_acdc
@@ -44,8 +44,12 @@ def pairs(n: int = 3) -> cl.Prompts:
 UNCOUPLED = ["gpt2", "llama", "neox", "neox_sequential", "opt", "bloom", "phi"]
 
 
+COUPLED = ["gemma2", "olmo2"]
+
+
 @pytest.mark.parametrize(
-    ("family", "ablation"), [*((f, "patch") for f in UNCOUPLED), ("gpt2", "mean")]
+    ("family", "ablation"),
+    [*((f, "patch") for f in [*UNCOUPLED, *COUPLED]), ("gpt2", "mean")],
 )
 def test_a_state_gives_what_whole_passes_give(family, ablation):
     model, metric = read_models.model(family), cl.logit_diff()
@@ -54,7 +58,7 @@ def test_a_state_gives_what_whole_passes_give(family, ablation):
     chunk = prepare(model, source.rows(slice(0, len(prompts))), metric)
     generator = np.random.default_rng(0)
     mask = shape.edge_mask & (generator.random(shape.edge_mask.shape) < 0.6)
-    wiring = Wiring(shape)
+    wiring = wiring_of(model)
     state = CircuitState(model, chunk, mask, wiring)
 
     def whole(masks):
@@ -84,7 +88,7 @@ def test_a_state_gives_what_whole_passes_give(family, ablation):
     assert tried >= 10
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "neox", "opt", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox", "opt", *COUPLED])
 @pytest.mark.parametrize(
     ("metric", "ablation", "threshold"),
     [(cl.kl(), "patch", 0.02), (cl.logit_diff(), "mean", 0.05)],
@@ -103,13 +107,16 @@ def test_the_circuit_is_the_sequential_one(family, metric, ablation, threshold):
         assert tested[edge] == pytest.approx(change, abs=1e-10)
     cost = found.circuit.provenance["component_evaluations"]
     assert cost <= plain.components
-    if family != "gemma2":
-        assert found.circuit.provenance["incremental"]
-        assert 2.5 * cost < plain.components
+    single = acdc(model, prompts, metric, threshold, ablation=ablation, speculate=1)
+    assert single.edges == plain.edges
+    assert single.provenance["wasted"] == 0
+    # Where heads are coupled, a layer's are computed together.
+    least = 1.5 if family in COUPLED else 2.5
+    assert least * single.provenance["component_evaluations"] < plain.components
 
 
 def test_coupled_heads_are_found_out():
-    assert heads_are_coupled(read_models.model("gemma2"))
+    assert all(heads_are_coupled(read_models.model(f)) for f in COUPLED)
     assert not any(heads_are_coupled(read_models.model(f)) for f in UNCOUPLED)
 
 
@@ -297,7 +304,7 @@ def test_provenance_says_how_it_came_about():
 
 OTHER_PROCESS = """
 from circuitlab.acdc import acdc
-from circuitlab.wiring import Wiring
+from circuitlab.wiring import wiring_of
 from tests import read_models
 from tests.test_acdc import pairs
 found = acdc(read_models.model(), pairs(), threshold=0.02)

@@ -15,7 +15,7 @@ from circuitlab.windows import Window, first_moved, windows
 from circuitlab.wiring import Wiring
 from tests import read_models
 
-FAMILIES = ["gpt2", "llama", "neox", "opt", "bloom", "phi", "gemma2"]
+FAMILIES = ["gpt2", "llama", "neox", "opt", "bloom", "phi", "gemma2", "olmo2"]
 
 
 def prompts(
@@ -110,7 +110,12 @@ def test_only_what_leads_to_a_key_or_value_is_computed_everywhere():
     assert not any(wiring.reach(mask).mlps)
     mask = shape.mask_of({"input->m0", "m0->a1.h0<k>"})
     assert not any(wiring.reach(mask).mlps)
-    assert wiring.reach(mask, coupled=True).mlps[0]
+    together = Wiring(shape, coupled=True)
+    assert not together.reach(mask).mlps[0]
+    # Where heads are coupled, what an unread one reads moves the others.
+    mask = shape.mask_of({"input->m0", "m0->a1.h0<k>", "a1.h1->logits"})
+    assert together.reach(mask).mlps[0]
+    assert not wiring.reach(mask).mlps[0]
 
 
 @pytest.mark.parametrize("positions", [None, torch.tensor([4, 2])])

@@ -3,7 +3,8 @@
 Receivers are visited from the logits back, in reverse canonical order, and a receiver's
 senders latest first. An edge goes if M worsens by less than the threshold τ, compared
 with M of the circuit as it then is; else it stays. A receiver whose component no kept
-edge leaves is skipped, and its edges go untested.
+edge leaves is skipped, and its edges go untested; where heads act on each other within a
+layer (`coupling`), only once nothing reads any of them.
 
 The circuit is the plain sequential algorithm's, edge by edge; it costs less, because a
 trial computes only what it changes (`circuit_state`), because a sender that is its own
@@ -22,12 +23,11 @@ from typing import Any
 import numpy as np
 
 from circuitlab.ablations import Ablation, AblationSource, as_ablation
-from circuitlab.acdc_trials import Counts, KeptValues, Trials, WholePasses
+from circuitlab.acdc_trials import Counts, Trials
 from circuitlab.backends import Backend, as_backend
 from circuitlab.checkpoint import Checkpoint
 from circuitlab.circuit_state import prepare
 from circuitlab.circuits import SCHEMA, Circuit, top_fraction
-from circuitlab.coupling import heads_are_coupled
 from circuitlab.edges import edge_scores
 from circuitlab.errors import ArgumentError, DataError
 from circuitlab.methods import EAPIG
@@ -140,7 +140,8 @@ def acdc_sweep(
         head |= {"thresholds": list(map(float, thresholds)), "order": ORDER}
         log = Checkpoint(checkpoint, head)
     size = batch_size or _chunk(model, prompts)
-    trials = _trials(model, source, metric, size)
+    chunks = [prepare(model, rows, metric) for rows in source.chunks(size)]
+    trials = Trials(model, chunks, metric)
     search = Search(
         model.shape, trials, metric.higher_is_better, speculate, log, progress
     )
@@ -152,7 +153,6 @@ def acdc_sweep(
     counts = replace(
         search.counts, components=trials.components, passes=trials.passes
     ).to_json()
-    counts["incremental"] = isinstance(trials, KeptValues)
     run = replace(
         run,
         provenance=counts,
@@ -215,14 +215,6 @@ def _chunk(model: Backend, prompts: Prompts) -> int:
     width = max(len(row) for row in prompts.clean) * model.shape.d_model
     one = (len(model.shape.senders) + 8 * SPECULATE) * width * model.dtype.itemsize
     return max(1, min(len(prompts), MEMORY_BUDGET // one))
-
-
-def _trials(
-    model: Backend, source: AblationSource, metric: Metric, size: int
-) -> Trials:
-    chunks = [prepare(model, rows, metric) for rows in source.chunks(size)]
-    kind = WholePasses if heads_are_coupled(model) else KeptValues
-    return kind(model, chunks, metric)
 
 
 def _run(
@@ -432,7 +424,7 @@ class Search:
     def _try(self, branch: Branch, column: int, queue: list[int]) -> None:
         """One pass over the next few edges, each as if those before it were decided as
         guessed. What follows a wrong guess is not decided, but guessed better."""
-        width = min(self._width, self.speculate, self.trials.widest, len(queue))
+        width = min(self._width, self.speculate, len(queue))
         senders = queue[:width]
         going = [self._expect(branch, sender) for sender in senders]
         removed = np.zeros((width, len(branch.mask)), dtype=bool)

@@ -1,21 +1,20 @@
-"""How ACDC's trials are run: from kept values, or, where heads act on each other within
-a layer, by whole passes. Both give M of the circuit without some edges of a receiver.
+"""How ACDC's trials are run: from kept values (`circuit_state`), each computing only what
+it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from circuitlab.backends import Backend
-from circuitlab.circuit_run import run_circuits
 from circuitlab.circuit_state import Chunk, CircuitState, Focus, Trial
 from circuitlab.metrics import Metric
-from circuitlab.wiring import Plan, Wiring, wiring_of
+from circuitlab.wiring import Plan, wiring_of
 
 
 @dataclass
@@ -45,48 +44,6 @@ class Counts:
         return found
 
 
-class Trials(Protocol):
-    """Measures circuits that lack some edges into the receiver in focus."""
-
-    wiring: Wiring
-    components: int
-    passes: int
-    widest: int
-    value: float
-
-    def begin(self, mask: np.ndarray) -> None:
-        """Take a circuit up; `value` is its M."""
-        ...
-
-    def leave(self) -> None:
-        """Forget the receiver in focus."""
-        ...
-
-    def focus(self, column: int) -> None:
-        """Turn to a receiver, if it isn't in focus already."""
-        ...
-
-    def values(self, removed: np.ndarray) -> list[float]:
-        """M without the edges of `removed` bool `[circuit, sender]`, for each circuit."""
-        ...
-
-    def commit(self, row: int, removed: np.ndarray) -> None:
-        """Make a circuit of the last call the current one."""
-        ...
-
-    def idle(self, sender: int) -> bool:
-        """Whether the sender's value is its ablated one."""
-        ...
-
-    def drop(self, sender: int) -> None:
-        """Take out an edge into the receiver in focus that carries nothing."""
-        ...
-
-    def drop_all(self, column: int) -> None:
-        """Take out every edge into a receiver that nothing kept reads."""
-        ...
-
-
 def _means(logits: Sequence[Tensor], chunks: Sequence[Chunk], metric: Metric):
     """M's means over all examples, from each chunk's logits `[circuit, example, …]`."""
     parts = []
@@ -96,10 +53,8 @@ def _means(logits: Sequence[Tensor], chunks: Sequence[Chunk], metric: Metric):
     return np.concatenate(parts, axis=1).mean(1).tolist()
 
 
-class KeptValues:
-    """Trials that compute only what they change: see `circuit_state`."""
-
-    widest = 1 << 16
+class Trials:
+    """Measures circuits that lack some edges into the receiver in focus."""
 
     def __init__(self, model: Backend, chunks: Sequence[Chunk], metric: Metric):
         self.model = model
@@ -116,6 +71,7 @@ class KeptValues:
         self._idle: dict[tuple[int, bool], bool] = {}
 
     def begin(self, mask: np.ndarray) -> None:
+        """Take a circuit up; `value` is its M."""
         self.leave()
         self._states.clear()
         for chunk in self.chunks:
@@ -127,14 +83,17 @@ class KeptValues:
         self._idle = {}
 
     def leave(self) -> None:
+        """Forget the receiver in focus."""
         self._focuses = []
 
     def focus(self, column: int) -> None:
+        """Turn to a receiver, if it isn't in focus already."""
         if not self._focuses:
             self._plan = self.wiring.plan(self._states[0].mask, column)
             self._focuses = [Focus(s, column, self._plan) for s in self._states]
 
     def values(self, removed: np.ndarray) -> list[float]:
+        """M without the edges of `removed` bool `[circuit, sender]`, for each circuit."""
         assert self._plan is not None
         self._found = [focus.trial(removed) for focus in self._focuses]
         self.components += self._plan.components * len(removed)
@@ -143,10 +102,12 @@ class KeptValues:
         return _means(logits, self.chunks, self.metric)
 
     def commit(self, row: int, removed: np.ndarray) -> None:
+        """Make a circuit of the last call the current one."""
         for focus, trial in zip(self._focuses, self._found, strict=True):
             focus.commit(trial, row, removed)
 
     def idle(self, sender: int) -> bool:
+        """Whether what the receiver in focus reads of a sender is its ablated value."""
         # Senders further back are not touched by what is decided about their readers.
         key = (sender, self._focuses[0].everywhere)
         if key not in self._idle:
@@ -154,70 +115,14 @@ class KeptValues:
         return self._idle[key]
 
     def drop(self, sender: int) -> None:
+        """Take out an edge into the receiver in focus that carries nothing."""
         for focus in self._focuses:
             focus.drop(sender)
 
     def drop_all(self, column: int) -> None:
+        """Take out every edge into a receiver that nothing kept reads."""
         for state in self._states:
             state.mask[:, column] = False
-
-
-class WholePasses:
-    """Trials by a whole pass each, for models whose heads act on each other."""
-
-    widest = 1
-
-    def __init__(self, model: Backend, chunks: Sequence[Chunk], metric: Metric):
-        self.model = model
-        self.chunks = chunks
-        self.metric = metric
-        self.wiring = wiring_of(model)
-        self.components = 0
-        self.passes = 0
-        self.value = float("nan")
-        self._mask = np.zeros(0)
-        self._column = 0
-
-    def begin(self, mask: np.ndarray) -> None:
-        self._mask = mask.copy()
-        self.value = self._measure(self._mask)
-
-    def leave(self) -> None:
-        """Nothing is kept for a receiver."""
-
-    def focus(self, column: int) -> None:
-        self._column = column
-
-    def _measure(self, mask: np.ndarray) -> float:
-        logits = [
-            run_circuits(self.model, c.batch, c.side, [mask], positions=c.positions)
-            for c in self.chunks
-        ]
-        self.components += components_of(self.model, mask)
-        self.passes += 1
-        return _means(logits, self.chunks, self.metric)[0]
-
-    def values(self, removed: np.ndarray) -> list[float]:
-        found = []
-        for gone in removed:
-            mask = self._mask.copy()
-            mask[gone, self._column] = False
-            found.append(self._measure(mask))
-        return found
-
-    def commit(self, row: int, removed: np.ndarray) -> None:
-        del row
-        self._mask[removed, self._column] = False
-
-    def idle(self, sender: int) -> bool:
-        del sender
-        return False
-
-    def drop(self, sender: int) -> None:
-        self._mask[sender, self._column] = False
-
-    def drop_all(self, column: int) -> None:
-        self._mask[:, column] = False
 
 
 def components_of(model: Backend, mask: np.ndarray) -> int:

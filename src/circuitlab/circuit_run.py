@@ -25,7 +25,6 @@ from torch import Tensor
 
 from circuitlab.ablations import Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
-from circuitlab.coupling import heads_are_coupled
 from circuitlab.senders import SenderValues, constant_writes, head_writes
 from circuitlab.sites import PORTS
 from circuitlab.windows import Window, first_moved, windows
@@ -170,7 +169,6 @@ class CircuitPass:
         self.positions = positions
         self.copies = len(masks)
         self.wiring = wiring_of(model)
-        self._coupled = heads_are_coupled(model)
         self.grad = masks.requires_grad
         masks = masks * torch.as_tensor(model.shape.edge_mask, device=masks.device)
         kept = np.asarray((masks.detach() != 0).any(0).cpu())
@@ -180,9 +178,7 @@ class CircuitPass:
         # A gate that is shut has a derivative too, wherever it would lead.
         leads = model.shape.edge_mask if self.grad else kept
         self.reach = (
-            self.wiring.everywhere()
-            if positions is None
-            else self.wiring.reach(leads, self._coupled)
+            self.wiring.everywhere() if positions is None else self.wiring.reach(leads)
         )
         self.every, self.end = self._banks(masks.to(model.dtype).transpose(1, 2))
 
@@ -279,9 +275,6 @@ class CircuitPass:
         return fn
 
     def _needed(self, column: int) -> bool:
-        if self._coupled:
-            # A head that nothing reads still moves what the others add.
-            return bool(self._kept[column])
         fed = self.wiring.feeds[column, self.active]
         return bool(self._kept[column]) and bool(fed.any())
 

@@ -7,8 +7,8 @@ kept edge leaves, are computed again, from that receiver's layer on and at the t
 where they matter (`windows`). Layers that nothing changes are passed by. A trial can be
 committed; else it leaves no trace.
 
-It gives the numbers of `circuit_run`, and holds for models whose heads do not act on
-each other within a layer (`coupling` says where they do).
+It gives the numbers of `circuit_run`. Where heads act on each other within a layer
+(`coupling`), a layer's heads are computed together.
 """
 
 from __future__ import annotations
@@ -329,9 +329,13 @@ class _Pass:
         if not self.model.shape.split_heads:
             assert sites.attention_post is not None
             return [*taps, Tap(Site(sites.attention_post), self._push_whole(layer))]
-        # Nobody reads the stream itself, so the output projection need not run.
-        project = Site(sites.attention_out.path, "instead")
-        return [*taps, Tap(project, self._push_heads(layer))]
+        if sites.attention_post is None:
+            # Nobody reads the stream itself, so the output projection need not run.
+            project = Site(sites.attention_out.path, "instead")
+            return [*taps, Tap(project, self._push_heads(layer))]
+        seen: list[Tensor] = []
+        scaled = Tap(sites.attention_out, self._push_scaled(layer, seen))
+        return [*taps, Tap(sites.z, seen.append), scaled]
 
     def _port(self, layer: int, port: str) -> Callable[[Tensor], Tensor]:
         def fn(_: Tensor) -> Tensor:
@@ -364,23 +368,31 @@ class _Pass:
         return out if bias is None else out + bias[heads]
 
     def _push_heads(self, layer: int) -> Callable[[Tensor], Tensor]:
-        senders = self.plan.heads[layer]
-        own = (senders - self.wiring.heads[layer][0]).tolist()
-
-        everywhere = self.reach.heads[layer]
-        take = self.windows.of(everywhere).take
-
         def fn(z: Tensor) -> Tensor:
-            heads = take(z.unflatten(-1, (self.model.shape.n_heads, -1)))[:, :, own]
-            ablated = take(self.state.chunk.side.values.heads[layer])[:, :, own]
-            change = heads.unflatten(0, (self.copies, -1)) - ablated
-            wrote = head_writes(self.model, layer, change.flatten(0, 1), own)
-            wrote = wrote.unflatten(1, (self.copies, -1))
-            for sender, difference in zip(senders.tolist(), wrote, strict=True):
-                self._push_change(sender, difference, everywhere)
+            self._push_z(layer, z.unflatten(-1, (self.model.shape.n_heads, -1)))
             return z.new_zeros(*z.shape[:2], self.model.shape.d_model)
 
         return fn
+
+    def _push_scaled(self, layer: int, seen: list[Tensor]) -> Callable[[Tensor], None]:
+        def fn(out: Tensor) -> None:
+            r = self.model.post_scale(layer, out)
+            assert r is not None
+            z = seen.pop().unflatten(-1, (self.model.shape.n_heads, -1))
+            self._push_z(layer, z * r[..., None])
+
+        return fn
+
+    def _push_z(self, layer: int, heads: Tensor) -> None:
+        senders, everywhere = self.plan.heads[layer], self.reach.heads[layer]
+        own = (senders - self.wiring.heads[layer][0]).tolist()
+        take = self.windows.of(everywhere).take
+        now = take(heads)[:, :, own].unflatten(0, (self.copies, -1))
+        change = now - take(self.state.chunk.side.values.heads[layer])[:, :, own]
+        wrote = head_writes(self.model, layer, change.flatten(0, 1), own)
+        wrote = wrote.unflatten(1, (self.copies, -1))
+        for sender, difference in zip(senders.tolist(), wrote, strict=True):
+            self._push_change(sender, difference, everywhere)
 
     def _push_whole(self, layer: int) -> Callable[[Tensor], None]:
         sender, everywhere = int(self.wiring.heads[layer][0]), self.reach.heads[layer]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from circuitlab.backends import Backend
+from circuitlab.coupling import heads_are_coupled
 from circuitlab.sites import PORTS, ModelShape, fed_by
 
 
@@ -49,10 +50,15 @@ class Reach:
 
 
 class Wiring:
-    """A shape's index arithmetic: which senders each receiver feeds, layer by layer."""
+    """A shape's index arithmetic: which senders each receiver feeds, layer by layer.
 
-    def __init__(self, shape: ModelShape):
+    `coupled`: heads act on each other within a layer, so that what one of them reads
+    feeds them all.
+    """
+
+    def __init__(self, shape: ModelShape, coupled: bool = False):
         self.shape = shape
+        self.coupled = coupled
         layers = range(shape.n_layers)
         self.columns = {
             (layer, port): shape.columns(layer, port)
@@ -70,6 +76,9 @@ class Wiring:
         self.feeds = np.zeros((len(shape.receivers), len(shape.senders)), dtype=bool)
         for column, receiver in enumerate(shape.receivers):
             self.feeds[column, [index[c.name] for c in fed_by(receiver, shape)]] = True
+        if coupled:
+            for columns, rows in zip(self.attention, self.heads, strict=True):
+                self.feeds[np.ix_(columns, rows)] = True
 
     def alive(self, mask: np.ndarray) -> np.ndarray:
         """The receivers whose component a kept edge leaves; the logits are alive."""
@@ -114,12 +123,9 @@ class Wiring:
         each = (True,) * self.shape.n_layers
         return Reach(True, each, each, np.ones(len(self.shape.receivers), dtype=bool))
 
-    def reach(self, mask: np.ndarray, coupled: bool = False) -> Reach:
-        """What a circuit has to compute at every token.
-
-        `coupled`: a head that nothing reads still moves what the others add.
-        """
-        read = np.ones(mask.shape[1], dtype=bool) if coupled else self.alive(mask)
+    def reach(self, mask: np.ndarray) -> Reach:
+        """What a circuit has to compute at every token."""
+        read = self.alive(mask)
         wide = np.zeros(mask.shape[1], dtype=bool)
         for (_, port), columns in self.columns.items():
             if port in "kv":
@@ -136,4 +142,6 @@ class Wiring:
 
 def wiring_of(model: Backend) -> Wiring:
     """A model's wiring, worked out once."""
-    return model.remembered("wiring", lambda: Wiring(model.shape))
+    return model.remembered(
+        "wiring", lambda: Wiring(model.shape, heads_are_coupled(model))
+    )
