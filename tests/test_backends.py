@@ -29,7 +29,6 @@ from circuitlab.evaluate import evaluate
 from circuitlab.methods import EAPIG, Exact
 from circuitlab.metrics import custom, logit_diff
 from circuitlab.prompts import Prompts
-from circuitlab.score_sum import first_difference
 
 
 @pytest.fixture(scope="module")
@@ -420,10 +419,10 @@ def test_capabilities_are_named_where_they_lack(gpt2: Backend):
 
 def test_scoring_starts_where_the_first_pair_differs(gpt2: Backend, prompts: Prompts):
     source = AblationSource(gpt2, prompts, Patch(), logit_diff())
-    assert first_difference(source.rows(slice(0, 3))) == 1
+    assert source.rows(slice(0, 3)).first_difference == 1
     same = Prompts.from_tokens(prompts.clean, prompts.clean, [1] * 3, [2] * 3)
     source = AblationSource(gpt2, same, Patch(), logit_diff())
-    assert first_difference(source.rows(slice(0, 3))) == 6
+    assert source.rows(slice(0, 3)).first_difference == 6
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import circuitlab as cl
 from circuitlab.ablations import AblationSource, Mean, Patch, Resample, Zero
 from circuitlab.circuit_run import ablated_side, run_circuits
-from circuitlab.windows import Window, first_moved, windows
+from circuitlab.windows import Window, windows
 from circuitlab.wiring import Wiring
 from tests import read_models
 
@@ -91,8 +91,8 @@ def test_pairs_that_are_alike_move_nowhere():
 def test_the_first_difference_is_the_earliest_of_a_chunk():
     model = read_models.model("gpt2")
     pairs = prompts((8, 8), moved=(5, 2))
-    assert first_moved(rows_of(model, pairs, Patch())) == 2
-    assert first_moved(rows_of(model, pairs[:1], Patch())) == 5
+    assert rows_of(model, pairs, Patch()).first_difference == 2
+    assert rows_of(model, pairs[:1], Patch()).first_difference == 5
 
 
 def test_only_what_leads_to_a_key_or_value_is_computed_everywhere():

@@ -6,7 +6,7 @@ Each is a value. Their names as strings (`patch`, `zero`, `mean`, `mean_position
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from circuitlab.backends import Backend, TokenBatch
 from circuitlab.errors import ArgumentError, DataError, require_count
-from circuitlab.metrics import Metric
-from circuitlab.prompts import Prompts
+from circuitlab.metrics import Metric, check_metric
+from circuitlab.prompts import Prompts, check_prompts
 from circuitlab.senders import SenderValues, collect
 
 
@@ -90,6 +90,29 @@ def describe(ablation: Ablation) -> dict[str, Any]:
             return {"name": "resample", "reference": reference, "seed": seed}
 
 
+def described(record: Mapping[str, Any], known: Prompts) -> Ablation:
+    """The ablation that `describe` gave `record` of, its donors left aside.
+
+    A reference is in the record by its digest alone. Raises ArgumentError
+    `ablation_reference_needed` where that is not `known`'s.
+    """
+    name, digest = record["name"], record.get("reference")
+    if digest not in (None, known.digest):
+        raise ArgumentError(
+            "ablation_reference_needed",
+            f"the ablation was {name} over other prompts, of which the digest is known "
+            f"alone ({digest[:12]}…); give it, as in ablation=Mean(reference=prompts)",
+            value=dict(record),
+            expected="ablation=",
+        )
+    reference = None if digest is None else known
+    if name == "resample":
+        return Resample(reference, record["seed"])
+    if name.startswith("mean"):
+        return Mean(reference, positional=name == "mean_positional")
+    return as_ablation(name)
+
+
 @contextmanager
 def _numbered(start: int) -> Iterator[None]:
     """Errors about a row of a batch name the example of the set."""
@@ -116,16 +139,29 @@ class Rows:
     ablated_logits: Tensor | None
     donors: TokenBatch | None
 
+    @property
+    def first_difference(self) -> int:
+        """The first position where any example's donor differs: before it, a causal
+        model's clean and donor runs are the same. 0 where there are no donors."""
+        if self.donors is None or self.donors.tokens.shape != self.clean.tokens.shape:
+            return 0
+        differs = (self.donors.tokens != self.clean.tokens).any(0).nonzero()
+        latest = int(self.clean.last.min())
+        return min(int(differs[0]), latest) if len(differs) else latest
+
 
 class AblationSource:
     """Gives the ablated values of each chunk of a prompt set.
 
-    Set-wide means and donors are fixed at construction; `record` says which.
+    Set-wide means and donors are fixed at construction; `record` says which. Raises
+    ArgumentError `prompts_invalid`, `metric_invalid`.
     """
 
     def __init__(
         self, model: Backend, prompts: Prompts, ablation: Ablation, metric: Metric
     ):
+        check_prompts(prompts)
+        check_metric(metric)
         self.model = model
         self.prompts = prompts
         self.ablation = ablation

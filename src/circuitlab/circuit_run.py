@@ -27,7 +27,7 @@ from circuitlab.ablations import Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
 from circuitlab.senders import SenderValues, constant_writes, head_writes
 from circuitlab.sites import PORTS
-from circuitlab.windows import Window, first_moved, windows
+from circuitlab.windows import Window, windows
 from circuitlab.wiring import wiring_of
 
 
@@ -77,7 +77,7 @@ def ablated_side(model: Backend, rows: Rows) -> AblatedSide:
             mlp.append(before if model.shape.parallel else stream)
             stream = stream + values.mlps[layer]
     streams = tuple(attention), tuple(mlp), stream
-    return AblatedSide(model, values, *streams, first_moved(rows))
+    return AblatedSide(model, values, *streams, rows.first_difference)
 
 
 def _zeros(model: Backend, batch: TokenBatch) -> SenderValues:

@@ -326,7 +326,7 @@ class Chunk:
         self.rows = rows
         self.metric = metric
         self.batch = rows.clean
-        self.start = first_difference(rows)
+        self.start = rows.first_difference
         self.length = rows.clean.tokens.shape[1]
         self._clean: SenderValues | None = None
         self._metric_clean: Tensor | None = None
@@ -426,13 +426,3 @@ def _mixed(clean: Tensor, ablated: Tensor | None, alpha: float) -> Tensor:
     """ablated + α(clean − ablated); None stands for zeros."""
     mixed = clean * alpha
     return mixed if ablated is None else mixed + ablated * (1 - alpha)
-
-
-def first_difference(rows: Rows) -> int:
-    """The first position where any example's donor differs: before it, a causal model's
-    clean and donor runs are the same, and nothing needs to be scored."""
-    if rows.donors is None or rows.donors.tokens.shape != rows.clean.tokens.shape:
-        return 0
-    differs = (rows.donors.tokens != rows.clean.tokens).any(0).nonzero()
-    latest = int(rows.clean.last.min())
-    return min(int(differs[0]), latest) if len(differs) else latest

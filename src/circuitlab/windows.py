@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from circuitlab.ablations import Rows
-
 
 @dataclass(frozen=True)
 class Window:
@@ -74,13 +72,3 @@ def windows(first: int, positions: Tensor | None) -> Windows:
     return Windows(
         Window(first), Window(last=positions), Window(last=positions - first)
     )
-
-
-def first_moved(rows: Rows) -> int:
-    """The first position at which a chunk's ablated values may differ from its clean
-    ones: 0 unless they come from prompts that begin alike."""
-    if rows.donors is None:
-        return 0
-    differs = (rows.clean.tokens != rows.donors.tokens).any(0)
-    last = differs.shape[0] - 1
-    return next(iter(differs.nonzero()[:, 0].tolist()), last)
