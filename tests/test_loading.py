@@ -76,6 +76,51 @@ def test_a_ready_bridge_loads_in_its_own_dtype():
     assert caught.value.code == "ungroup_unsupported"
 
 
+# In a process of its own: importing nnsight patches torch's tensors.
+NNSIGHT = """
+import sys
+import torch
+from nnsight import NNsight, TransformersModel
+import circuitlab as cl
+from circuitlab.errors import ModelError
+from tests import read_models
+from tests.tiny_tokenizers import word_tokenizer
+
+tokens = [[1, 2, 3, 4]]
+hf = read_models.huggingface("gpt2", torch.float32)
+plain = cl.load_model(hf)
+wrapped = cl.load_model(NNsight(hf))
+expected = plain.run(plain.batch(tokens))
+torch.testing.assert_close(wrapped.run(wrapped.batch(tokens)), expected)
+assert wrapped.info.weights_digest == plain.info.weights_digest
+
+tokenizer = word_tokenizer(["a", "b"])
+options = {"task": "text-generation", "tokenizer": tokenizer}
+loaded = cl.load_model(TransformersModel(sys.argv[1], dispatch=True, **options))
+folder = cl.load_model(sys.argv[1])
+assert loaded.tokenizer is tokenizer
+assert loaded.info.weights_digest == folder.info.weights_digest
+try:
+    cl.load_model(TransformersModel(sys.argv[1], dispatch=False, **options))
+except ModelError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.nnsight
+def test_a_model_that_nnsight_wraps_is_taken_out(folder: Path):
+    pytest.importorskip("nnsight")
+    found = subprocess.run(
+        [sys.executable, "-c", NNSIGHT, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split()[-1] == "model_without_weights"
+
+
 def test_one_model_however_it_was_loaded(folder: Path):
     """A folder, an object and a bridge of one model give the same scores."""
     prompts, source = token_prompts(), hf_model("gpt2", torch.float32)

@@ -267,14 +267,15 @@ def load_model(
 ) -> Backend:
     """Load a model and probe it; return the backend that runs it.
 
-    `spec` is a hub name, a local folder, a GGUF file, a Hugging Face model object or a
-    ready `TransformerBridge`; `"embedded"` is the small model that circuitlab ships.
+    `spec` is a hub name, a local folder, a GGUF file, a Hugging Face model object (also
+    inside an nnsight model) or a ready `TransformerBridge`; `"embedded"` is the small
+    model that circuitlab ships.
     Weights stay raw (no folding). `ungroup_kv` repeats the key and value weights of a
     grouped-query model into an equivalent multi-head one.
 
     Raises ModelError: `model_not_found`, `model_file_missing`, `model_unreadable`,
-    `architecture_unsupported` (with the reason), `model_probe_failed` (with numbers),
-    `ungroup_unsupported`; ArgumentError `dtype_unknown`, `device_unavailable`.
+    `model_without_weights`, `architecture_unsupported` (with the reason),
+    `model_probe_failed` (with numbers), `ungroup_unsupported`; ArgumentError `dtype_unknown`, `device_unavailable`.
     """
     from circuitlab.backends.loading import load
 

@@ -51,6 +51,7 @@ def load(
     kind = _dtype(dtype)
     place = _device(device)
     processing = "ungrouped_kv" if ungroup_kv else "raw"
+    spec, tokenizer = _unwrapped(spec, tokenizer)
     if isinstance(spec, nn.Module):
         _require_gradients(spec)
     if _is_bridge(spec):
@@ -64,7 +65,7 @@ def load(
         raise ArgumentError(
             "model_spec_invalid",
             f"{type(spec).__name__} is no model; pass a hub name, a folder, a GGUF file, "
-            "a Hugging Face model or a TransformerBridge",
+            "a Hugging Face model (also as nnsight wraps it) or a TransformerBridge",
             value=type(spec).__name__,
         )
     wanted = kind or (torch.float32 if isinstance(spec, str | Path) else None)
@@ -74,6 +75,20 @@ def load(
 
         ungroup(hf)
     return _dissect(_bridge(hf), tokenizer, name, processing)
+
+
+def _unwrapped(spec: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The module inside an nnsight model, and its tokenizer; anything else as it is."""
+    if not any(kind.__module__.startswith("nnsight.") for kind in type(spec).__mro__):
+        return spec, tokenizer
+    module = spec._module
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ModelError(
+            "model_without_weights",
+            "this nnsight model has not loaded its weights; make it with dispatch=True",
+            value=type(spec).__name__,
+        )
+    return module, tokenizer or getattr(spec, "tokenizer", None)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
