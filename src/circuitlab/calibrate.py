@@ -8,7 +8,7 @@ with intervals. It never changes a score.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from circuitlab.errors import ArgumentError
-from circuitlab.exact import exact_effects
-from circuitlab.metrics import Metric
+from circuitlab.ablations import Ablation, as_ablation, describe, described
+from circuitlab.backends import as_backend
+from circuitlab.errors import ArgumentError, require_count, require_counts
+from circuitlab.exact import METHOD, exact_effects
+from circuitlab.metrics import Metric, check_metric
 from circuitlab.prompts import Prompts
-from circuitlab.tables import EVAL, EdgeTable, Run, now, versions
+from circuitlab.ranking import check_table
+from circuitlab.tables import EVAL, EdgeTable, ModelInfo, Run, now, versions
 
 if TYPE_CHECKING:
     import pandas
@@ -190,6 +193,7 @@ def calibrate(
     random: int = 50,
     recall_of: Iterable[int] = (10, 50),
     exact: EdgeTable | None = None,
+    ablation: Ablation | str | None = None,
     samples: int = 1000,
     seed: int = 0,
     **options: Any,
@@ -197,26 +201,31 @@ def calibrate(
     """Patch the `top` edges by |score|, and `random` of the others; return how well the
     scores agree with the exact effects.
 
-    The ablation is the scores'. `exact`, a table of exact effects, saves the patching
-    (and may come from other prompts). Recall of the truly strongest edges needs every
-    edge checked: give `top` as large as the model, or such a table. `options` are
+    The ablation is the scores'; give it where it has a reference other than `prompts`,
+    of which a table knows the digest alone. `exact`, a table of exact effects, saves the
+    patching (and may come from other prompts). Recall of the truly strongest edges needs
+    every edge checked: give `top` as large as the model, or such a table. `options` are
     `exact_effects`'s.
 
-    Raises ArgumentError `table_foreign` for scores of another metric or ablation;
-    else as `exact_effects` does.
+    Raises ArgumentError `table_foreign` for scores or effects of another metric, ablation
+    or model; `ablation_reference_needed`, `calibration_empty`, `top_invalid`,
+    `random_invalid`, `samples_invalid`, `seed_invalid`, `k_out_of_range`,
+    `edge_table_invalid`; else as `exact_effects` does.
     """
     started, clock = now(), time.perf_counter()
+    recall_of = require_counts("k_out_of_range", "recall_of", recall_of)
+    samples = require_count("samples_invalid", "samples", samples, least=0)
+    check_table(edges)
     _check_metric(edges, metric)
     top_rows, random_rows = _sample(edges.scores, top, random, seed)
-    names = edges.rows["edge"].to_pylist()
-    picked = [*top_rows, *random_rows]
     if exact is None:
-        wanted = [names[row] for row in picked]
-        ablation = options.pop("ablation", _ablation_name(edges))
-        exact = exact_effects(
-            model, prompts, metric, wanted, ablation=ablation, **options
-        )
-    _check_ablation(edges, exact)
+        model = as_backend(model)
+        _check_model(edges, model.info)
+        options["ablation"] = _ablation(edges, ablation, prompts)
+        names = edges.rows["edge"].to_pylist()
+        wanted = [names[row] for row in (*top_rows, *random_rows)]
+        exact = exact_effects(model, prompts, metric, wanted, **options)
+    _check_exact(edges, exact)
     points = _points(edges, exact, top_rows, random_rows)
     statistics = _statistics(points, samples, seed)
     statistics += _recalls(points, edges, recall_of)
@@ -240,29 +249,72 @@ def calibrate(
 
 
 def _check_metric(edges: EdgeTable, metric: Metric) -> None:
-    found = edges.run.policy.get("metric")
-    if found != metric.describe():
+    check_metric(metric)
+    _require_same("metric", metric.describe(), edges.run.policy.get("metric"))
+
+
+def _check_exact(edges: EdgeTable, exact: EdgeTable) -> None:
+    """Exact effects of what the scores are of."""
+    check_table(exact, "exact")
+    _check_model(edges, exact.run.model)
+    policy = exact.run.policy
+    _require_same("metric", policy.get("metric"), edges.run.policy.get("metric"))
+    _require_same("ablation", _record(exact), _record(edges))
+    if policy.get("method") != METHOD:
         raise ArgumentError(
             "table_foreign",
-            f"the scores are of the metric {found}, and {metric.describe()} was given; "
-            "exact effects and scores must be of one metric",
-            value=metric.describe(),
-            expected=found,
+            f"exact is a table of {policy.get('method')} scores, and no exact effects; "
+            "make them with exact_effects(…), or leave exact out",
+            value=policy.get("method"),
+            expected=METHOD,
         )
 
 
-def _ablation_name(edges: EdgeTable) -> str:
-    return str(edges.run.policy["ablation"]["name"])
-
-
-def _check_ablation(edges: EdgeTable, exact: EdgeTable) -> None:
-    if _ablation_name(exact) != _ablation_name(edges):
+def _check_model(edges: EdgeTable, model: ModelInfo) -> None:
+    different = edges.run.model.differences(model)
+    if different:
         raise ArgumentError(
             "table_foreign",
-            f"the scores are for the ablation {_ablation_name(edges)}, the exact effects "
-            f"for {_ablation_name(exact)}",
-            value=_ablation_name(exact),
-            expected=_ablation_name(edges),
+            f"the scores are of {edges.run.model.name}, the exact effects of {model.name}: "
+            f"{', '.join(different)} differ; use the model that was scored, loaded alike",
+            value=model.name,
+            expected=edges.run.model.name,
+            different=different,
+        )
+
+
+def _ablation(
+    edges: EdgeTable, asked: Ablation | str | None, prompts: Prompts
+) -> Ablation:
+    """The ablation of the scores, as a value; what was asked for must be that one."""
+    record = _record(edges)
+    found = described(record, prompts) if asked is None else as_ablation(asked)
+    _require_same("ablation", describe(found), record)
+    return found
+
+
+def _record(edges: EdgeTable) -> dict[str, Any]:
+    """What identifies a table's ablation; the donors that it drew follow from it."""
+    record = edges.run.policy.get("ablation")
+    if not isinstance(record, Mapping):
+        raise ArgumentError(
+            "table_foreign",
+            "the table does not say with which ablation it was made, so that nothing can "
+            "be set beside it; score the edges again",
+            value=record,
+            expected="an ablation",
+        )
+    return {name: value for name, value in record.items() if name != "donors"}
+
+
+def _require_same(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ArgumentError(
+            "table_foreign",
+            f"the scores are of the {what} {expected}, the exact effects of {found}; both "
+            f"must be of one {what}",
+            value=found,
+            expected=expected,
         )
 
 
@@ -270,11 +322,22 @@ def _sample(
     scores: np.ndarray, top: int, random: int, seed: int
 ) -> tuple[list[int], list[int]]:
     """Row indices of the top edges and of a random sample of the others."""
+    top = require_count("top_invalid", "top", top, least=0)
+    random = require_count("random_invalid", "random", random, least=0)
+    seed = require_count("seed_invalid", "seed", seed, least=0)
     rankable = np.flatnonzero(~np.isnan(scores))
     order = rankable[np.argsort(-np.abs(scores[rankable]), kind="stable")]
     rest = order[top:]
     generator = np.random.default_rng(seed)
     drawn = generator.choice(rest, min(random, len(rest)), replace=False)
+    if not len(rankable) or not top + random:
+        raise ArgumentError(
+            "calibration_empty",
+            f"there is nothing to check: top is {top}, random {random}, and {len(rankable)} "
+            "edges have a score; ask for one edge or more",
+            value=[top, random],
+            n_scored=len(rankable),
+        )
     return order[:top].tolist(), sorted(drawn.tolist())
 
 

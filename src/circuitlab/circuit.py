@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.errors import ArgumentError, CircuitlabError, DataError, require_type
 from circuitlab.graph import connected_edges
+from circuitlab.ranking import check_names
 from circuitlab.sites import Edge, ModelShape, parse_edge
 from circuitlab.tables import EdgeTable, Run, digest
 
@@ -55,14 +56,7 @@ class Circuit:
         edges: Iterable[str | Edge], shape: ModelShape | None = None, *, name: str = ""
     ) -> Circuit:
         """A circuit of the edges named. Raises as `Circuit` does."""
-        if isinstance(edges, str):
-            raise ArgumentError(
-                "edges_invalid",
-                f"{edges!r} is one text; write a list of edge names, ['input->m0']",
-                value=edges,
-            )
-        names = [edge.name if isinstance(edge, Edge) else edge for edge in edges]
-        return Circuit(frozenset(names), shape, name=name)
+        return Circuit(frozenset(check_names(edges)), shape, name=name)
 
     @cached_property
     def ordered(self) -> tuple[str, ...]:
@@ -179,11 +173,12 @@ class Circuit:
         edges are not those that the id was made of.
         """
         wanted = ["schema", "id", "name", "edges", "shape", "run", "provenance"]
-        if sorted(values) != sorted(wanted) or values["schema"] != SCHEMA:
+        keys = list(values) if isinstance(values, Mapping) else type(values).__name__
+        if set(keys) != set(wanted) or values["schema"] != SCHEMA:
             raise DataError(
                 "circuit_json_invalid",
                 f"a circuit's JSON has schema {SCHEMA} and the keys {wanted}",
-                value=sorted(values),
+                value=keys,
                 expected=wanted,
             )
         try:
@@ -191,7 +186,9 @@ class Circuit:
             run = Run.from_json(values["run"]) if values["run"] else None
             edges, provenance = frozenset(values["edges"]), dict(values["provenance"])
             found = Circuit(edges, shape, run, provenance, str(values["name"]))
-        except (TypeError, AttributeError, KeyError) as error:
+        except CircuitlabError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise DataError(
                 "circuit_json_invalid",
                 f"a part of the circuit's JSON is not what it should be: {error!r}",
@@ -216,16 +213,23 @@ class Circuit:
 
     @staticmethod
     def from_text(text: str, shape: ModelShape | None = None) -> Circuit:
-        """Read edges from lines or commas, with or without the head of `to_text`."""
+        """Read edges from lines or commas, with or without the head of `to_text`.
+
+        A name needs no quotes. Raises DataError `circuit_text_invalid`; else as
+        `Circuit` does.
+        """
+        require_type(
+            "circuit_text_invalid", "the text", text, str, "read the file first"
+        )
         name, edges = "", []
         for line in text.splitlines():
             key, _, value = line.removeprefix("#").strip().partition(":")
             if not line.startswith("#"):
                 edges += [part.strip() for part in line.split(",") if part.strip()]
             elif key == "name":
-                name = json.loads(value)
+                name = _name(value.strip())
             elif key == "shape" and shape is None:
-                shape = ModelShape(**json.loads(value))
+                shape = _shape(value)
         return Circuit(frozenset(edges), shape, name=name)
 
     def plot(self, scores: EdgeTable | None = None, **options: Any) -> Drawing:
@@ -245,6 +249,27 @@ class Circuit:
         from circuitlab.draw import circuit_svg
 
         return circuit_svg(self)
+
+
+def _name(text: str) -> str:
+    """A name as `to_text` writes it, or as a person does."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return found if isinstance(found, str) else text
+
+
+def _shape(text: str) -> ModelShape:
+    try:
+        return ModelShape(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "circuit_text_invalid",
+            f"the line '# shape:' says no model's shape ({error}); leave it out, and give "
+            "shape= instead",
+            value=text.strip(),
+        ) from error
 
 
 def _normalised(edges: Iterable[str], shape: ModelShape | None) -> frozenset[str]:
@@ -286,14 +311,32 @@ def _common_shape(a: ModelShape | None, b: ModelShape | None) -> ModelShape | No
     return a
 
 
+def check_circuit(circuit: object, name: str = "the circuit") -> None:
+    """Raise ArgumentError `circuit_invalid` for anything but a Circuit."""
+    remedy = "choose one with top_k(…), or name its edges: Circuit.from_edges([…])"
+    require_type("circuit_invalid", name, circuit, Circuit, remedy)
+
+
+def check_circuits(circuits: object) -> list[Circuit]:
+    """Circuits as a list. Raises ArgumentError `circuit_invalid` for a lone one too."""
+    if isinstance(circuits, Circuit) or not isinstance(circuits, Iterable):
+        remedy = "give a list of circuits, as [circuit]"
+        require_type("circuit_invalid", "circuits", circuits, list, remedy)
+    found: list[Any] = list(circuits)  # type: ignore[arg-type]
+    for circuit in found:
+        check_circuit(circuit, "one of the circuits")
+    return found
+
+
 def prune(circuit: Circuit, *, pins: Iterable[str] = ()) -> Circuit:
     """The circuit without dangling edges: those on no path from input to logits.
 
     Pinned edges stay, whatever hangs on them. Provenance says how many were dropped.
     Raises ArgumentError `shape_needed` for grouped keys and values without a shape.
     """
+    check_circuit(circuit)
     kept = connected_edges(circuit.edges, circuit.shape)
-    kept |= _normalised(pins, circuit.shape) & circuit.edges
+    kept |= _normalised(check_names(pins, "pins"), circuit.shape) & circuit.edges
     provenance = {**circuit.provenance, "n": len(kept), "pruned": True}
     provenance["dangling"] = len(circuit) - len(kept)
     return replace(circuit, edges=kept, provenance=provenance)

@@ -16,8 +16,10 @@ import numpy as np
 
 from circuitlab.circuit import SCHEMA as SCHEMA
 from circuitlab.circuit import Circuit as Circuit
+from circuitlab.circuit import check_circuit as check_circuit
+from circuitlab.circuit import check_circuits as check_circuits
 from circuitlab.circuit import prune as prune
-from circuitlab.errors import ArgumentError
+from circuitlab.errors import ArgumentError, require_type
 from circuitlab.graph import readers
 from circuitlab.ranking import (
     Band,
@@ -309,6 +311,7 @@ def auroc(edges: EdgeTable, truth: Circuit, *, rank: Rank | None = None) -> floa
     counted half; the universe is the table's rankable rows. Raises ArgumentError
     `truth_invalid` where they are all in the circuit, or none is.
     """
+    check_circuit(truth, "truth")
     ranked = rank_edges(edges, rank=rank)
     inside = np.array([ranked.names[row] in truth.edges for row in ranked.rows], bool)
     n_in, n_out = int(inside.sum()), int((~inside).sum())
@@ -363,9 +366,11 @@ def overlap(
     a table, or a number per edge), `weighted_iou` is the weight of the common edges
     over that of all; edges without a weight weigh nothing.
     """
-    universe = universe or found.shape or published.shape
-    names = universe.edge_names if isinstance(universe, ModelShape) else universe
-    every = None if names is None else frozenset(names)
+    for circuit in (found, published):
+        check_circuit(circuit)
+    if universe is None:
+        universe = found.shape or published.shape
+    every = None if universe is None else frozenset(universe_names(universe))
     a, b = found.edges, published.edges
     if every is not None:
         a, b = a & every, b & every
@@ -383,6 +388,16 @@ def overlap(
         n_universe=None if every is None else len(every),
         outside=len(found.edges | published.edges) - len(either),
     )
+
+
+def universe_names(universe: Circuit | ModelShape) -> Iterable[str]:
+    """The edges of a universe. Raises ArgumentError `universe_invalid`."""
+    remedy = "give a circuit, whose edges could have been found, or a model's shape"
+    kinds = Circuit | ModelShape
+    require_type("universe_invalid", "universe", universe, kinds, remedy)
+    if isinstance(universe, ModelShape):
+        return universe.edge_names
+    return universe.edges
 
 
 def _share(part: int, whole: int | None) -> float | None:

@@ -185,8 +185,7 @@ def _redrawn(
 
 def _require_same_model(model: Backend, run: Run) -> None:
     """The weights must be those of the scores, wherever they lie now."""
-    found, wanted = model.info.identity(), run.model.identity()
-    different = sorted(key for key in wanted if found.get(key) != wanted[key])
+    different = model.info.differences(run.model)
     if different:
         raise ArgumentError(
             "model_differs",

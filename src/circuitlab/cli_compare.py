@@ -192,7 +192,7 @@ def _record(
         policy={
             "method": "compare",
             "known": truth.id,
-            "universe": among.id if among else "all",
+            "universe": "all" if among is None else among.id,
         },
         started_at=now(),
         versions=versions(),

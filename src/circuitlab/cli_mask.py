@@ -107,7 +107,9 @@ def train(
             ablation=recipe.ablation, batch_size=batch_size, progress=advance,
         )  # fmt: skip
     # Unlike a score, a gate depends on which prompts a step sees.
-    run = recipe.signed(gates.run, **({"batch_size": batch_size} if batch_size else {}))
+    run = recipe.signed(
+        gates.run, **({} if batch_size is None else {"batch_size": batch_size})
+    )
     return replace(circuit, run=run), replace(gates, run=run)
 
 

@@ -11,7 +11,6 @@ from circuitlab import cli_options as opt
 from circuitlab.cli_bench import open_store
 from circuitlab.cli_output import print_csv, print_json, print_table, say
 from circuitlab.cli_recipe import Recipe
-from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
@@ -73,29 +72,11 @@ def nodes(
 
 
 def check_method(recipe: Recipe) -> None:
-    """Refuse names that are unknown, and methods that score edges alone.
-
-    Raises ArgumentError `method_unsupported`, `metric_stationary_at_clean`.
-    """
-    from circuitlab.methods import Exact, only_at_clean
+    """Refuse unknown names, and methods that score edges alone, before the model loads."""
+    from circuitlab import nodes as scores
 
     recipe.check_names()
-    method, metric = recipe.method_value(), recipe.metric_value()
-    if isinstance(method, Exact):
-        raise ArgumentError(
-            "method_unsupported",
-            "exact effects are of edges; choose eap, eap-ig or clean-corrupted",
-            value=recipe.method,
-            expected=["eap", "eap-ig", "clean-corrupted"],
-        )
-    if metric.stationary_at_clean and only_at_clean(method):
-        raise ArgumentError(
-            "metric_stationary_at_clean",
-            f"the gradient of {metric.name} is zero at the clean run, so {recipe.method} "
-            "would score every component zero; use --method eap-ig",
-            value=metric.name,
-            expected="eap-ig",
-        )
+    scores.check_method(recipe.method_value(), recipe.metric_value())
 
 
 def score_nodes(

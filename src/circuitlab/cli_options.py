@@ -52,7 +52,7 @@ Count = Annotated[
         "are drawn by --seed, and the rest is held out.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Draws the prompts.")]
+Seed = Annotated[int, typer.Option(min=0, help="Draws the prompts.")]
 Corruption = Annotated[
     str | None,
     typer.Option(help="How ioi makes the corrupted prompt: abc, s1_io_flip, …"),
@@ -123,7 +123,8 @@ OtherMetric = Annotated[
     str | None, typer.Option("--metric", help="Another metric than the scores'.")
 ]
 OtherSeed = Annotated[
-    int | None, typer.Option("--seed", help="Draws other prompts than were scored.")
+    int | None,
+    typer.Option("--seed", min=0, help="Draws other prompts than were scored."),
 ]
 Where = Annotated[
     str | None,

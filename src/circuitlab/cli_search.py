@@ -204,10 +204,11 @@ def validate(
         ),
     ] = "components",
     knockouts: Annotated[
-        int, typer.Option(help="Random sets to knock out of circuit and model.")
+        int, typer.Option(min=0, help="Random sets to knock out of circuit and model.")
     ] = 10,
     random: Annotated[
-        int, typer.Option(help="Random circuits of the same size to compare with.")
+        int,
+        typer.Option(min=0, help="Random circuits of the same size to compare with."),
     ] = 10,
     measuring: opt.Measuring,
     store: opt.Store = None,
@@ -248,9 +249,12 @@ def validate(
 def calibrate(
     run_id: opt.RunId,
     best: Annotated[
-        int, typer.Option("--best", help="How many of the strongest edges to patch.")
+        int,
+        typer.Option("--best", min=0, help="How many of the strongest edges to patch."),
     ] = 50,
-    random: Annotated[int, typer.Option(help="How many of the others, drawn.")] = 50,
+    random: Annotated[
+        int, typer.Option(min=0, help="How many of the others, drawn.")
+    ] = 50,
     seed: opt.Seed = 0,
     model: opt.Where = None,
     store: opt.Store = None,

@@ -22,10 +22,11 @@ from circuitlab.ablations import Ablation, AblationSource, as_ablation
 from circuitlab.backends import Capability, as_backend, require
 from circuitlab.circuit_run import run_circuits
 from circuitlab.circuit_state import Chunk, prepare
-from circuitlab.circuits import SCHEMA, Circuit
-from circuitlab.errors import ArgumentError
+from circuitlab.circuits import SCHEMA, Circuit, check_circuit
+from circuitlab.errors import require_count, require_number, require_type
 from circuitlab.metrics import Metric, kl
 from circuitlab.prompts import Prompts
+from circuitlab.ranking import rank_edges
 from circuitlab.tables import EdgeTable, Run, edge_rows, now, versions
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
@@ -48,21 +49,26 @@ class Training:
     seed: int = 0
 
     def __post_init__(self):
-        right = {
-            "steps": self.steps >= 1,
-            "sparsity": math.isfinite(self.sparsity) and self.sparsity >= 0,
-            "rate": math.isfinite(self.rate) and self.rate > 0,
-            "start": 0 < self.start < 1,
+        code, positive = "training_invalid", "a finite number above zero"
+        checked = {
+            "steps": require_count(code, "steps", self.steps),
+            "seed": require_count(code, "seed", self.seed, least=0),
+            "sparsity": require_number(
+                code,
+                "sparsity",
+                self.sparsity,
+                lambda x: 0 <= x < math.inf,
+                "a finite number, zero or more",
+            ),
+            "rate": require_number(
+                code, "rate", self.rate, lambda x: 0 < x < math.inf, positive
+            ),
+            "start": require_number(
+                code, "start", self.start, lambda x: 0 < x < 1, "a number from 0 to 1"
+            ),
         }
-        wrong = [name for name, fine in right.items() if not fine]
-        if wrong:
-            raise ArgumentError(
-                "training_invalid",
-                f"{wrong[0]} is {getattr(self, wrong[0])}; steps is at least 1, sparsity "
-                "zero or more, rate above zero, start between 0 and 1",
-                value=getattr(self, wrong[0]),
-                field=wrong[0],
-            )
+        # Plain numbers, which equal policies digest alike.
+        vars(self).update(checked)
 
     def to_json(self) -> Mapping[str, float]:
         return dict(vars(self))
@@ -82,11 +88,13 @@ def edge_mask(
     """Train gates and return the circuit of those that end open.
 
     `metric` None is `kl()`; it must be differentiable. `start` restricts the edges that
-    have gates; all others are ablated. Provenance holds the losses; the gates come with
-    `train_gates`. Each step uses one chunk of `batch_size` examples, in turn.
+    have gates; all others are ablated. Provenance is that of a selection by support among
+    the gates, with the losses; the gates come with `train_gates`. Each step uses one
+    chunk of `batch_size` examples, in turn.
 
     Raises ArgumentError `training_invalid`, `edge_unknown`, `ablation_unknown`,
-    `capability_missing`; DataError `prompt_lengths_differ`, `metric_not_finite`.
+    `batch_size_invalid`, `metric_invalid`, `circuit_invalid`, `capability_missing`;
+    DataError `prompt_lengths_differ`, `metric_not_finite`.
     """
     circuit, _ = train_gates(
         model,
@@ -119,14 +127,17 @@ def train_gates(
     """
     model = as_backend(model)
     require(model, Capability.GRADIENTS)
-    metric, training = metric or kl(), training or Training()
+    metric = kl() if metric is None else metric
+    training = Training() if training is None else training
+    remedy = "write Training(steps=200, sparsity=1.0)"
+    require_type("training_invalid", "training", training, Training, remedy)
+    if start is not None:
+        check_circuit(start, "start")
     begun, clock = now(), time.perf_counter()
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     universe = model.shape.edge_mask if start is None else start.mask(model.shape)
-    chunks = [
-        prepare(model, rows, metric)
-        for rows in source.chunks(batch_size or len(prompts))
-    ]
+    size = len(prompts) if batch_size is None else batch_size
+    chunks = [prepare(model, rows, metric) for rows in source.chunks(size)]
     gates = Gates(universe, training, model.device, model.dtype)
     with model.frozen():
         losses = _train(model, chunks, metric, gates, training, progress)
@@ -158,10 +169,11 @@ def train_gates(
     edges = frozenset(model.shape.names_of(kept))
     provenance = {
         "schema": SCHEMA,
+        **rank_edges(table, rank="support").provenance,
         "selector": "edge_mask",
         "text": f"edge_mask(sparsity={training.sparsity:g}, steps={training.steps})",
-        "run_id": table.run_id,
         "universe": int(universe.sum()),
+        "selected": len(edges),
         "n": len(edges),
         "pruned": False,
         **run.provenance,

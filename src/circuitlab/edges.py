@@ -23,18 +23,18 @@ import torch
 from circuitlab.ablations import Ablation, AblationSource, Mean, as_ablation
 from circuitlab.backends import Backend, Capability, as_backend, require
 from circuitlab.combining import combine, scores_by_node
-from circuitlab.errors import ArgumentError, CircuitlabError, DataError
+from circuitlab.errors import ArgumentError, CircuitlabError, DataError, require_count
 from circuitlab.methods import (
     EAP,
     EAPIG,
     CleanCorrupted,
     Exact,
     Method,
+    check_method,
     describe,
-    only_at_clean,
 )
-from circuitlab.metrics import Metric
-from circuitlab.prompts import Prompts
+from circuitlab.metrics import Metric, check_metric
+from circuitlab.prompts import Prompts, check_prompts
 from circuitlab.score_sum import (
     Grain,
     ScoreSum,
@@ -83,17 +83,21 @@ def edge_scores(
     `no_grad` and `inference_mode` make no difference.
 
     Raises ArgumentError `metric_stationary_at_clean` (EAP with KL), `ablation_unknown`,
-    `metric_ignores_logits`, `metric_invalid`, `method_unknown`, `batch_size_invalid`,
-    `grain_unknown`, `capability_missing`, `mean_reference_needed` (a stream of sets has
-    no mean of its own); DataError `prompts_empty`, `prompt_lengths_differ` (patch),
-    `metric_not_finite`, `score_not_finite`; and `ScoringInterrupted`, which keeps what
-    was done. Errors about one of several sets name it in the field `set`.
+    `metric_ignores_logits`, `metric_invalid`, `method_unknown`, `prompts_invalid`,
+    `batch_size_invalid`, `memory_budget_invalid`, `grain_unknown`, `capability_missing`,
+    `mean_reference_needed` (a stream of sets has no mean of its own); DataError
+    `prompts_empty`, `prompt_lengths_differ` (patch), `metric_not_finite`,
+    `score_not_finite`; and `ScoringInterrupted`, which keeps what was done. Errors about
+    one of several sets name it in the field `set`.
     """
     method = EAP() if method is None else method
     _check(metric, method, grain, receivers)
     ablation = as_ablation(ablation)
     model = as_backend(model)
-    sets = [prompts] if isinstance(prompts, Prompts) else prompts
+    many = isinstance(prompts, Iterable) and not isinstance(prompts, str)
+    sets: Any = prompts if many else [prompts]
+    code = "memory_budget_invalid"
+    memory_budget = require_count(code, "memory_budget", memory_budget)
     if isinstance(method, Exact):
         _check_exact(grain, receivers)
         how = (method, ablation, batch_size, memory_budget, progress)
@@ -179,13 +183,7 @@ def _naming_the_set(prompts: object, number: int):
 
 
 def _check_set(some: object, number: int, ablation: Ablation) -> None:
-    if not isinstance(some, Prompts):
-        raise ArgumentError(
-            "prompts_invalid",
-            f"{type(some).__name__} is no set of prompts; make one with Prompts.from_file, "
-            "from_tokens or a task",
-            value=type(some).__name__,
-        )
+    check_prompts(some)
     if number and isinstance(ablation, Mean) and ablation.reference is None:
         raise ArgumentError(
             "mean_reference_needed",
@@ -208,31 +206,8 @@ def _check_exact(grain: str, receivers: str) -> None:
 
 
 def _check(metric: Metric, method, grain: str, receivers: str) -> None:
-    if not isinstance(metric, Metric):
-        raise ArgumentError(
-            "metric_invalid",
-            f"{metric!r} is no metric; write logit_diff(), kl(), custom(fn, …)",
-            value=repr(metric)[:80],
-        )
-    if not isinstance(method, Method):
-        raise ArgumentError(
-            "method_unknown",
-            f"{method!r} is no method; write EAP(), EAPIG(steps=5), CleanCorrupted() or "
-            "Exact()",
-            value=repr(method)[:80],
-        )
-    if metric.stationary_at_clean and only_at_clean(method):
-        raise ArgumentError(
-            "metric_stationary_at_clean",
-            f"the gradient of {metric.name} is zero at the clean run, so {method} would "
-            "score every edge zero; use method=EAPIG(steps=5)",
-            metric=metric.name,
-            expected="EAPIG",
-        )
-    _check_choices(grain, receivers)
-
-
-def _check_choices(grain: str, receivers: str) -> None:
+    check_metric(metric)
+    check_method(method, metric)
     if grain not in ("site", "position", "example"):
         raise ArgumentError(
             "grain_unknown",

@@ -6,7 +6,12 @@ wrong and what was expected. The text says what to do instead.
 
 from __future__ import annotations
 
+import math
 import operator
+import reprlib
+from collections.abc import Callable, Iterable
+from numbers import Real
+from types import UnionType
 
 
 class CircuitlabError(Exception):
@@ -48,20 +53,72 @@ class InternalError(CircuitlabError, RuntimeError):
     """An invariant of circuitlab itself that broke: please report it."""
 
 
-def require_count(code: str, name: str, value: object) -> int:
-    """A whole number from 1; raises ArgumentError with `code` for anything else."""
+def require_count(code: str, name: str, value: object, *, least: int = 1) -> int:
+    """A whole number from `least`; raises ArgumentError with `code` for anything else."""
     try:
-        found = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        found = 0
-    if found < 1:
+        found = None
+    if found is None or found < least:
         raise ArgumentError(
             code,
-            f"{name} is {value!r}; give a whole number from 1",
+            f"{name} is {reprlib.repr(value)}; give a whole number from {least}",
             value=value,
-            expected=">= 1",
+            expected=f">= {least}",
+            argument=name,
         )
     return found
+
+
+def require_counts(
+    code: str, name: str, values: object, *, least: int = 1
+) -> list[int]:
+    """Whole numbers from `least`, in their order; raises as `require_count` does, also
+    for what is no list."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ArgumentError(
+            code,
+            f"{name} is {reprlib.repr(values)}; give a list of whole numbers from {least}",
+            value=values,
+            expected=f"a list of numbers >= {least}",
+            argument=name,
+        )
+    return [require_count(code, f"one of {name}", v, least=least) for v in values]
+
+
+def require_number(
+    code: str,
+    name: str,
+    value: object,
+    fits: Callable[[float], bool] = math.isfinite,
+    expected: str = "a finite number",
+) -> float:
+    """A number that `fits`; raises ArgumentError with `code` for anything else."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    found = float(value) if real else math.nan  # type: ignore[arg-type]
+    if not real or not fits(found):
+        raise ArgumentError(
+            code,
+            f"{name} is {reprlib.repr(value)}; give {expected}",
+            value=value,
+            expected=expected,
+            argument=name,
+        )
+    return found
+
+
+def require_type(
+    code: str, name: str, value: object, kind: type | UnionType, remedy: str
+) -> None:
+    """Raise ArgumentError with `code`, and what to do, unless `value` is of the kind."""
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            code,
+            f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; {remedy}",
+            value=reprlib.repr(value),
+            expected=getattr(kind, "__name__", str(kind)),
+            argument=name,
+        )
 
 
 def _rebuild(kind: type[CircuitlabError], message: str, fields: dict):

@@ -12,7 +12,6 @@ EVAL rows; it never chooses edges.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,16 @@ from torch import Tensor
 from circuitlab.ablations import Ablation, AblationSource, Rows, as_ablation
 from circuitlab.backends import Backend, TokenBatch, as_backend
 from circuitlab.circuit_run import ablated_side, run_circuits
-from circuitlab.circuits import Circuit, top_k
-from circuitlab.errors import ArgumentError, DataError, require_count
+from circuitlab.circuits import Circuit, check_circuits, top_k
+from circuitlab.errors import (
+    ArgumentError,
+    DataError,
+    require_count,
+    require_counts,
+)
 from circuitlab.metrics import Metric, accuracy, at_last, kl, with_clean_logits
-from circuitlab.prompts import Prompts
+from circuitlab.prompts import Prompts, check_prompts
+from circuitlab.ranking import check_table
 from circuitlab.tables import EVAL, PER_EXAMPLE, EdgeTable, Run, now, versions
 
 if TYPE_CHECKING:
@@ -119,6 +124,9 @@ def measure(
     `batch_size` at a time (both from `memory_budget` unless given); neither changes a
     number. Raises as `evaluate` does.
     """
+    circuits = check_circuits(circuits)
+    code = "memory_budget_invalid"
+    memory_budget = require_count(code, "memory_budget", memory_budget)
     model = as_backend(model)
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     masks = [model.shape.mask_of(circuit.edges) for circuit in circuits]
@@ -247,8 +255,10 @@ def evaluate(
     clean run), `.accuracy`. Give `scored`, the prompts that the scores came from, to
     record whether these overlap them. `chunking` is `measure`'s.
 
-    Raises ArgumentError `edge_unknown`, `faithfulness_undefined` (the full and the
-    fully ablated metric are equal), `ablation_unknown`; DataError
+    Raises ArgumentError `edge_unknown`, `ablation_unknown`, `circuit_invalid`,
+    `metric_invalid`, `prompts_invalid`, `samples_invalid`, `seed_invalid`,
+    `batch_size_invalid`, `configs_per_pass_invalid`, `memory_budget_invalid`; DataError
+    `faithfulness_undefined` (the full and the fully ablated metric are equal),
     `prompt_lengths_differ`, `metric_not_finite`.
     """
     plan = EvalPlan(model, prompts, metric, ablation, scored, samples, seed, chunking)
@@ -278,6 +288,12 @@ class EvalPlan:
     samples: int = 1000
     seed: int = 0
     chunking: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        require_count("samples_invalid", "samples", self.samples, least=0)
+        require_count("seed_invalid", "seed", self.seed, least=0)
+        if self.scored is not None:
+            check_prompts(self.scored, "scored")
 
     def evaluate(self, entries: Sequence[Entry]) -> tuple[pa.Table, pa.Table, Run]:
         """EVAL rows, PER_EXAMPLE rows and the run, one row per entry."""
@@ -457,9 +473,10 @@ def curve(
 
     `sizes` are numbers of edges; None takes a geometric ladder; `"mib"` the ten fractions
     of MIB, by support and by magnitude, which give `.cpr` and `.cmd`. Faithfulness above
-    1 is overshoot, and is left as it is. Raises ArgumentError `sizes_invalid`, and as
-    `evaluate` and `top_k` do.
+    1 is overshoot, and is left as it is. Raises ArgumentError `sizes_invalid`,
+    `edge_table_invalid`, and as `evaluate` and `top_k` do.
     """
+    check_table(edges)
     universe = edges.shape.n_edges
     ranks: tuple[Any, ...] = (rank,)
     if isinstance(sizes, str) and sizes == "mib":
@@ -481,14 +498,14 @@ def curve(
 def _sizes(sizes: Iterable[int] | str | None, universe: int) -> list[int]:
     if sizes is None:
         return ladder(universe)
-    if isinstance(sizes, str):
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ArgumentError(
             "sizes_invalid",
             f"{sizes!r} is no list of sizes; write numbers of edges, or 'mib'",
             value=sizes,
             expected="numbers of edges, 'mib' or None",
         )
-    asked = sorted({operator.index(k) for k in sizes})
+    asked = sorted(set(require_counts("k_out_of_range", "sizes", sizes, least=0)))
     if not asked:
         raise ArgumentError(
             "sizes_invalid",

@@ -101,12 +101,14 @@ def component_graph(
     import networkx as nx
 
     if isinstance(edges, EdgeTable):
-        table, shape = scores or edges, edges.run.model.shape
+        table = edges if scores is None else scores
+        shape = edges.run.model.shape
         names: Iterable[str] = edges.rows["edge"].to_pylist()
     else:
         table, shape, names = scores, edges.shape, edges.edges
     facts = {} if table is None else _facts(table)
-    graph = nx.DiGraph(shape=shape, run=table.run.params_digest if table else None)
+    run = None if table is None else table.run.params_digest
+    graph = nx.DiGraph(shape=shape, run=run)
     for edge in sorted((parse_edge(name) for name in names), key=lambda e: e.order):
         _add(graph, edge, facts.get(edge.name, {}), shape)
     return graph

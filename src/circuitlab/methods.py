@@ -7,12 +7,15 @@ between its ablated and its clean value, and says which senders its gradients cr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from circuitlab.errors import ArgumentError
+from circuitlab.errors import ArgumentError, require_type
 from circuitlab.sites import ModelShape
+
+if TYPE_CHECKING:
+    from circuitlab.metrics import Metric
 
 Rule = Literal["midpoint", "left", "right", "trapezoid", "gauss_legendre"]
 Path = Literal["inputs", "activations", "activations_all_groups"]
@@ -134,6 +137,21 @@ class Exact:
 
 
 Method = EAP | EAPIG | CleanCorrupted | Exact
+
+
+def check_method(method: object, metric: Metric) -> None:
+    """Raise ArgumentError `method_unknown` for anything but a method, such as a name,
+    and `metric_stationary_at_clean` for one that would score everything zero."""
+    remedy = "write EAP(), EAPIG(steps=5), CleanCorrupted() or Exact()"
+    require_type("method_unknown", "the method", method, Method, remedy)
+    if metric.stationary_at_clean and only_at_clean(method):  # type: ignore[arg-type]
+        raise ArgumentError(
+            "metric_stationary_at_clean",
+            f"the gradient of {metric.name} is zero at the clean run, so {method} would "
+            "score everything zero; use EAP-IG, method=EAPIG(steps=5)",
+            metric=metric.name,
+            expected="EAPIG",
+        )
 
 
 def only_at_clean(method: Method) -> bool:

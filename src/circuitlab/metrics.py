@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from circuitlab.backends import TokenBatch
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.errors import ArgumentError, DataError, require_type
 from circuitlab.tables import canonical_json
 
 MetricFn = Callable[[Tensor, TokenBatch], Tensor]
@@ -77,6 +77,12 @@ class Metric:
             "positions": self.positions,
             **({"params": dict(self.params)} if self.params else {}),
         }
+
+
+def check_metric(metric: object) -> None:
+    """Raise ArgumentError `metric_invalid` for anything but a Metric, such as a name."""
+    remedy = "write logit_diff(), kl(), custom(fn, …)"
+    require_type("metric_invalid", "the metric", metric, Metric, remedy)
 
 
 def at_last(logits: Tensor, batch: TokenBatch) -> Tensor:

@@ -20,11 +20,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from circuitlab import methods
 from circuitlab.ablations import Ablation, AblationSource, as_ablation
 from circuitlab.backends import Backend, Capability, as_backend, require
-from circuitlab.errors import ArgumentError
+from circuitlab.errors import ArgumentError, require_count
 from circuitlab.methods import EAP, EAPIG, CleanCorrupted
-from circuitlab.metrics import Metric
+from circuitlab.metrics import Metric, check_metric
 from circuitlab.prompts import Prompts
 from circuitlab.receivers import GradientSum
 from circuitlab.score_sum import Chunk, chunk_size, moments
@@ -51,28 +52,45 @@ def node_scores(
     n, in canonical order: means over examples in the metric's units, with the sign of
     `edge_scores`. `method` is EAP() unless given.
 
-    Raises ArgumentError `method_unsupported` for a method whose path is not the inputs,
-    and what `edge_scores` raises.
+    Raises ArgumentError `method_unsupported` (see `check_method`), and what
+    `edge_scores` raises.
     """
-    model = as_backend(model)
     method = EAP() if method is None else method
-    stages = method.stages(model.shape)
-    if len(stages) != 1:
-        raise ArgumentError(
-            "method_unsupported",
-            "node scores take one gradient for all senders; use EAP(), CleanCorrupted() "
-            'or EAPIG(path="inputs")',
-            value=repr(method),
-        )
+    check_method(method, metric)
+    model = as_backend(model)
+    (stage,) = method.stages(model.shape)
     require(model, Capability.GRADIENTS)
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
-    size = batch_size or chunk_size(model, prompts, memory_budget, "site")
+    budget = require_count("memory_budget_invalid", "memory_budget", memory_budget)
+    size = batch_size
+    if size is None:
+        size = chunk_size(model, prompts, budget, "site")
     sums = _NodeSum(model, neurons)
     with model.frozen():
         for rows in source.chunks(size):
             chunk = Chunk(model, rows, source, metric)
-            sums.add(chunk, chunk.gradients(stages[0]))
+            sums.add(chunk, chunk.gradients(stage))
     return sums.rows()
+
+
+def check_method(method: Any, metric: Metric) -> None:
+    """Refuse what can't score nodes: exact effects, EAP's correction of queries and keys,
+    and paths through activations, all of which are of edges.
+
+    Raises ArgumentError `method_unsupported`, `method_unknown`, `metric_invalid`,
+    `metric_stationary_at_clean`.
+    """
+    check_metric(metric)
+    methods.check_method(method, metric)
+    of_edges = method.name == "exact" or getattr(method, "qk_correction", False)
+    if of_edges or getattr(method, "path", "inputs") != "inputs":
+        raise ArgumentError(
+            "method_unsupported",
+            f"{method} scores edges alone; node scores take one gradient for all senders: "
+            'EAP(), CleanCorrupted() or EAPIG(path="inputs")',
+            value=repr(method),
+            expected=["EAP()", "EAPIG(path='inputs')", "CleanCorrupted()"],
+        )
 
 
 @dataclass

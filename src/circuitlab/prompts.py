@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from circuitlab.encoding import Encoder
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.errors import ArgumentError, DataError, require_count, require_type
 from circuitlab.prompt_files import read_rows
 from circuitlab.tables import PROMPT, digest
 
@@ -184,6 +184,7 @@ class Prompts:
                 value=n,
                 expected=f"1..{len(self) - 1}",
             )
+        seed = require_count("seed_invalid", "seed", seed, least=0)
         order = np.random.default_rng(seed).permutation(len(self)).tolist()
         return self.take(order[:n]), self.take(order[n:])
 
@@ -192,10 +193,7 @@ class Prompts:
 
         Raises ArgumentError `batch_size_invalid` for a size below 1.
         """
-        if size < 1:
-            raise ArgumentError(
-                "batch_size_invalid", f"a batch holds 1 or more, not {size}", value=size
-            )
+        size = require_count("batch_size_invalid", "size", size)
         for start in range(0, len(self), size):
             yield self[start : start + size]
 
@@ -290,6 +288,12 @@ class PromptText:
 
 _COUNTED = ("clean prompts", "corrupted prompts", "answers", "wrong answers")
 _n = enumerate
+
+
+def check_prompts(prompts: object, name: str = "prompts") -> None:
+    """Raise ArgumentError `prompts_invalid` for anything but Prompts, such as a file."""
+    remedy = "make Prompts with Prompts.from_file, Prompts.from_tokens or a task"
+    require_type("prompts_invalid", name, prompts, Prompts, remedy)
 
 
 def _table(columns: dict[str, list], n: int) -> pa.Table:

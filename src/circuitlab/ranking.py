@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,8 +24,8 @@ from typing import (
 
 import numpy as np
 
-from circuitlab.errors import ArgumentError
-from circuitlab.sites import parse_edge
+from circuitlab.errors import ArgumentError, require_type
+from circuitlab.sites import Edge, parse_edge
 from circuitlab.tables import EdgeTable
 
 if TYPE_CHECKING:
@@ -72,12 +73,14 @@ class Band:
     below: float | None = None
 
     def __post_init__(self):
-        bounds = [bound for bound in (self.above, self.below) if bound is not None]
-        if not bounds or any(math.isnan(bound) for bound in bounds):
+        given = (self.above, self.below)
+        bounds = [bound for bound in given if bound is not None]
+        if not bounds or any(not isinstance(b, Real) or b != b for b in bounds):
             raise ArgumentError(
                 "threshold_invalid",
-                "a threshold needs above=, below= or both, and neither may be NaN",
-                value=(self.above, self.below),
+                "a threshold needs above=, below= or both, each a number and not NaN; "
+                f"they are {given}",
+                value=given,
             )
 
     def take(self, keys: np.ndarray) -> slice:
@@ -213,6 +216,7 @@ def rank_edges(
     Rankable are rows with status `ok` and a number that `where` matches; the others
     are counted by reason: their status, `nan`, or `where`. Raises as `top_k` does.
     """
+    check_table(table)
     if rank not in ("magnitude", "support", None):
         raise ArgumentError(
             "rank_invalid",
@@ -224,7 +228,8 @@ def rank_edges(
     scores = table.scores
     keys = table.support if rank == "support" else np.abs(scores)
     selector = _selector(where)
-    pinned = _pinned(table, {*pins, *(selector.pinned if selector else ())})
+    named = check_names(pins, "pins")
+    pinned = _pinned(table, {*named, *(selector.pinned if selector else ())})
     reasons = _reasons(table, selector)
     excluded = Counter(reason for reason in reasons if reason)
     free = np.array([not reason for reason in reasons], dtype=bool)
@@ -261,8 +266,12 @@ def _refuse(reason: str, text: str) -> NoReturn:
 def _selector(where: EdgeSelector | str | None) -> EdgeSelector | None:
     if where is None:
         return None
-    from circuitlab.select import parse_edge_selector
+    from circuitlab.select import EdgeSelector, parse_edge_selector
 
+    remedy = (
+        "write a selector's text, as 'a5-9.*<q> & |score|>0.01', or an EdgeSelector"
+    )
+    require_type("where_invalid", "where", where, str | EdgeSelector, remedy)
     return parse_edge_selector(where) if isinstance(where, str) else where
 
 
@@ -296,6 +305,28 @@ def _canonical_order(table: EdgeTable, names: Sequence[str]) -> np.ndarray:
     order = [parse_edge(name).order for name in names]
     places = {key: place for place, key in enumerate(sorted(set(order)))}
     return np.array([places[key] for key in order])
+
+
+def check_table(edges: object, name: str = "edges") -> None:
+    """Raise ArgumentError `edge_table_invalid` for anything but a table of edge scores."""
+    remedy = "give a table of edge scores, as edge_scores(…) returns it"
+    require_type("edge_table_invalid", name, edges, EdgeTable, remedy)
+
+
+def check_names(edges: object, name: str = "edges") -> list[str]:
+    """Names of edges, from names or Edges. Raises ArgumentError `edges_invalid` for what
+    is no list, and `edge_name_invalid` for what stands in it and is neither."""
+    if isinstance(edges, str) or not isinstance(edges, Iterable):
+        raise ArgumentError(
+            "edges_invalid",
+            f"{name} is {edges!r}; write a list of edge names, ['input->m0']",
+            value=edges,
+        )
+    names = [edge.name if isinstance(edge, Edge) else edge for edge in edges]
+    remedy = "write sender->receiver, as in m0->a1.h0<q>"
+    for each in names:
+        require_type("edge_name_invalid", f"one of {name}", each, str, remedy)
+    return names
 
 
 def check_k(k: object, most: int) -> int:

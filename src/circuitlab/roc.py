@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from circuitlab.circuits import Circuit, overlap
+from circuitlab.circuits import (
+    Circuit,
+    check_circuit,
+    check_circuits,
+    overlap,
+    universe_names,
+)
 from circuitlab.errors import ArgumentError
 from circuitlab.sites import ModelShape
 
@@ -90,7 +96,10 @@ def roc(
     says which edges there are, and `known_circuit_empty` where the known circuit holds
     none, or all, of them.
     """
-    universe = universe or known.shape or next((c.shape for c in circuits), None)
+    circuits = check_circuits(circuits)
+    check_circuit(known, "known")
+    if universe is None:
+        universe = known.shape or next((c.shape for c in circuits if c.shape), None)
     if universe is None:
         raise ArgumentError(
             "universe_unknown",
@@ -98,17 +107,15 @@ def roc(
             "model's shape",
             value=None,
         )
-    names = (
-        universe.edge_names if isinstance(universe, ModelShape) else universe.ordered
-    )
-    inside = known.edges & set(names)
+    names = frozenset(universe_names(universe))
+    inside = known.edges & names
     if not inside or len(inside) == len(names):
         raise ArgumentError(
             "known_circuit_empty",
             f"{len(inside)} of the universe's {len(names)} edges are in the known "
             "circuit; there is nothing to tell apart",
             value=len(inside),
-            expected=f"1..{len(names) - 1}",
+            expected="some, and not all, of the universe's edges",
         )
     rows = [_row(circuit, known, universe) for circuit in circuits]
     rows.sort(key=lambda row: (row["false_positive_rate"], row["true_positive_rate"]))

@@ -6,7 +6,7 @@ graph. `keep_grad` demands of an edit that what it writes keeps the graph too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +25,18 @@ SELECTIONS = ("at_positions", "at_heads", "units")
 
 @dataclass(frozen=True)
 class PerExample:
-    """Positions that differ by example: one, or a tuple of them, for each row."""
+    """Positions that differ by example: one, or a tuple of them, for each row.
+
+    Raises ArgumentError `positions_invalid`.
+    """
 
     rows: tuple[tuple[int, ...], ...]
 
     def __init__(self, rows: Sequence[int | Sequence[int]]):
-        found = [(row,) if isinstance(row, int) else tuple(row) for row in rows]
+        listed = rows if isinstance(rows, Iterable) else [rows]
+        found = [tuple(row) if isinstance(row, Iterable) else (row,) for row in listed]
+        if listed is not rows or any(type(p) is not int for row in found for p in row):
+            raise _bad_positions(rows)
         object.__setattr__(self, "rows", tuple(found))
 
 
@@ -96,7 +102,11 @@ def _as_positions(positions: Any) -> Any:
             found = tuple(positions)
             if found and all(type(p) is int for p in found):
                 return found
-    raise ArgumentError(
+    raise _bad_positions(positions)
+
+
+def _bad_positions(positions: Any) -> ArgumentError:
+    return ArgumentError(
         "positions_invalid",
         "positions are 'all', 'last', a number, a list of numbers, or PerExample([…]), "
         f"not {positions!r}",
@@ -185,7 +195,7 @@ def at_heads(heads: int | Sequence[int], edit: Any) -> Verb:
 
     Raises ArgumentError `heads_invalid`, `head_out_of_range`, `site_has_no_heads`.
     """
-    found = (heads,) if type(heads) is int else tuple(heads)  # type: ignore[arg-type]
+    found = tuple(heads) if isinstance(heads, Iterable) else (heads,)
     if not found or any(type(head) is not int for head in found):
         raise ArgumentError(
             "heads_invalid",

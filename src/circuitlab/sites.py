@@ -136,7 +136,8 @@ def parse_receiver(name: str) -> Receiver:
 @lru_cache(maxsize=1 << 18)
 def parse_edge(name: str) -> Edge:
     """Read an edge's name, `m0->a1.h0<q>`. Raises ArgumentError `edge_name_invalid`."""
-    sender, arrow, receiver = name.partition("->")
+    text = name if isinstance(name, str) else ""
+    sender, arrow, receiver = text.partition("->")
     if not arrow:
         raise ArgumentError(
             "edge_name_invalid",

@@ -245,6 +245,11 @@ class ModelInfo:
             "shape": shape,
         }
 
+    def differences(self, other: ModelInfo) -> list[str]:
+        """Which parts of two models' identities differ, by name; none for one model."""
+        mine, others = self.identity(), other.identity()
+        return sorted(key for key in mine if mine[key] != others[key])
+
 
 @dataclass(frozen=True)
 class Run:

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from circuitlab.ablations import Ablation
 from circuitlab.backends import as_backend
-from circuitlab.circuits import SCHEMA, Circuit
-from circuitlab.errors import ArgumentError
+from circuitlab.circuits import SCHEMA, Circuit, check_circuit
+from circuitlab.errors import ArgumentError, require_count
 from circuitlab.evaluate import Entry, EvalPlan, ratio_of_means
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
@@ -124,17 +124,21 @@ def validate(
     circuits of as many edges are drawn from the whole model. `scored` and `chunking` as
     in `evaluate`.
 
-    Raises ArgumentError `minimality_invalid`, `edge_unknown`; DataError
+    Raises ArgumentError `minimality_invalid`, `knockouts_invalid`, `random_invalid`,
+    `edge_unknown`; DataError
     `faithfulness_undefined`; else as `evaluate` does.
     """
+    knockouts = require_count("knockouts_invalid", "knockouts", knockouts, least=0)
+    random = require_count("random_invalid", "random", random, least=0)
+    check_circuit(circuit)
     model = as_backend(model)
+    plan = EvalPlan(model, prompts, metric, ablation, scored, samples, seed, chunking)
     circuit = replace(circuit, shape=model.shape)
     subjects: list[str | None] = [None, None]
     entries = [Entry(circuit), Entry(circuit.complement(), "complement")]
     for subject, entry in _entries(circuit, minimality, knockouts, random, seed):
         subjects.append(subject)
         entries.append(entry)
-    plan = EvalPlan(model, prompts, metric, ablation, scored, samples, seed, chunking)
     rows, per_example, run = plan.evaluate(entries)
     rows = _with_changes(rows, per_example, subjects, samples, seed)
     options = {"minimality": minimality, "knockouts": knockouts, "random": random}

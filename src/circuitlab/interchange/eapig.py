@@ -75,17 +75,17 @@ def write_mib(folder: str | Path, task: str, model: str, edges: EdgeTable) -> Pa
 
 
 def _eapig(circuit: Circuit, edges: EdgeTable | None) -> dict[str, Any]:
-    shape = circuit.shape or (edges.run.model.shape if edges else None)
+    shape = circuit.shape or (None if edges is None else edges.run.model.shape)
     circuit = Circuit(circuit.edges, shape, None, {}, circuit.name)
     circuit.mask()
     assert shape is not None
     _check_expressible(shape, edges)
     wide = ungroup_circuit(circuit)
     assert wide.shape is not None
-    score = _eapig_scores(edges) if edges else {}
+    score = None if edges is None else _eapig_scores(edges, wide.shape)
     written = {
         name: {
-            "score": score[name] if edges else float(name in wide.edges),
+            "score": float(name in wide.edges) if score is None else score[name],
             "in_graph": name in wide.edges,
         }
         for name in wide.shape.edge_names
@@ -119,10 +119,12 @@ def _check_expressible(shape: ModelShape, edges: EdgeTable | None) -> None:
         )
 
 
-def _eapig_scores(edges: EdgeTable) -> dict[str, float]:
+def _eapig_scores(edges: EdgeTable, shape: ModelShape) -> dict[str, float]:
     names, statuses = (edges.rows[c].to_pylist() for c in ("edge", "status"))
+    known = dict(zip(names, zip(statuses, edges.support, strict=True), strict=True))
     found = {}
-    for name, status, support in zip(names, statuses, edges.support, strict=True):
+    for name in shape.edge_names:
+        status, support = known.get(name, ("no row", math.nan))
         if status == "unreachable":
             support = 0.0
         elif status != "ok" or math.isnan(support):
