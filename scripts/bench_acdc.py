@@ -101,7 +101,7 @@ def measure(case: Case, speculate: int) -> dict[str, Any]:
         speculate=speculate,
     )
     cpu = time.process_time() - clock
-    facts = found.provenance
+    facts = {**found.provenance, **(found.run.provenance if found.run else {})}
     return {
         "edges": f"{len(found)}/{facts['universe']}",
         "equal": found.edges == plain.edges,

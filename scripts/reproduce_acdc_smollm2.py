@@ -37,7 +37,7 @@ def decided(folder: str) -> dict[str, Any]:
     plain = sequential_acdc(model, prompts, cl.kl(), THRESHOLD, start)
     if plain.edges != found.circuit.edges:
         raise SystemExit("the two algorithms disagree")
-    facts = found.circuit.provenance
+    facts = found.decisions.run.provenance
     ours, theirs = facts["component_evaluations"], plain.components
     print(f"{len(start)} edges, {len(found.circuit)} kept")
     print(f"metric calls {plain.calls} -> {facts['metric_calls']}")

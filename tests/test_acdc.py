@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import circuitlab as cl
+from circuitlab import checkpoint
 from circuitlab.ablations import AblationSource, as_ablation
 from circuitlab.acdc import acdc, acdc_sweep, hierarchical_acdc, visit_order
 from circuitlab.circuit_run import run_circuits
@@ -24,6 +27,7 @@ from circuitlab.circuit_state import (
 from circuitlab.coupling import heads_are_coupled
 from circuitlab.errors import CircuitlabError
 from circuitlab.evaluate import measure
+from circuitlab.store import Store
 from circuitlab.wiring import wiring_of
 from tests import read_models
 from tests.hand_models import induction_model, ioi_model
@@ -39,6 +43,12 @@ def pairs(n: int = 3) -> cl.Prompts:
     corrupted = clean.clone()
     corrupted[:, 2], corrupted[:, 4] = 7, 8
     return cl.Prompts.from_tokens(clean, corrupted, clean[:, 0], corrupted[:, 2])
+
+
+def work(circuit: cl.Circuit) -> Mapping[str, Any]:
+    """What the search that found it did."""
+    assert circuit.run is not None
+    return circuit.run.provenance
 
 
 UNCOUPLED = ["gpt2", "llama", "neox", "neox_sequential", "opt", "bloom", "phi"]
@@ -105,14 +115,14 @@ def test_the_circuit_is_the_sequential_one(family, metric, ablation, threshold):
     assert set(tested.index) == set(plain.changes)
     for edge, change in plain.changes.items():
         assert tested[edge] == pytest.approx(change, abs=1e-10)
-    cost = found.circuit.provenance["component_evaluations"]
+    cost = work(found.circuit)["component_evaluations"]
     assert cost <= plain.components
     single = acdc(model, prompts, metric, threshold, ablation=ablation, speculate=1)
     assert single.edges == plain.edges
-    assert single.provenance["wasted"] == 0
+    assert work(single)["wasted"] == 0
     # Where heads are coupled, a layer's are computed together.
     least = 1.5 if family in COUPLED else 2.5
-    assert least * single.provenance["component_evaluations"] < plain.components
+    assert least * work(single)["component_evaluations"] < plain.components
 
 
 def test_coupled_heads_are_found_out():
@@ -174,7 +184,7 @@ def test_on_the_embedded_model(task, threshold):
     plain = sequential_acdc(model, prompts, cl.kl(), threshold)
     found = acdc(model, prompts, threshold=threshold)
     assert found.edges == plain.edges
-    assert 4 * found.provenance["component_evaluations"] < plain.components
+    assert 4 * work(found)["component_evaluations"] < plain.components
 
 
 def test_guesses_and_chunks_change_no_decision():
@@ -188,7 +198,7 @@ def test_guesses_and_chunks_change_no_decision():
         np.testing.assert_allclose(
             again.decisions.scores, first.decisions.scores, rtol=0, atol=1e-12
         )
-    passes = [r.circuit.provenance["passes"] for r in (first, again)]
+    passes = [work(r.circuit)["passes"] for r in (first, again)]
     assert passes[1] < passes[0]
 
 
@@ -206,8 +216,8 @@ def test_thresholds_share_the_decisions_they_agree_on():
             one.decisions.scores, other.decisions.scores, rtol=0, atol=1e-12
         )
     assert len({r.circuit.edges for r in together}) == 3
-    shared = together[0].circuit.provenance["evaluations"]
-    assert shared < sum(r.circuit.provenance["evaluations"] for r in apart)
+    shared = work(together[0].circuit)["evaluations"]
+    assert shared < sum(work(r.circuit)["evaluations"] for r in apart)
 
 
 @pytest.mark.parametrize("thresholds", [[0.02], [0.05, 0.005]])
@@ -227,14 +237,97 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, thresholds):
                 one.decisions.scores, other.decisions.scores, atol=1e-12
             )
         assert path.read_bytes().count(b"\n") == lines
-    assert again[0].circuit.provenance["evaluations"] <= 8
+    assert work(again[0].circuit)["evaluations"] <= 8
     with pytest.raises(CircuitlabError) as refused:
         acdc(model, prompts, threshold=0.5, checkpoint=path)
     assert refused.value.code == "checkpoint_mismatch"
-    path.write_bytes(text.replace(b'"edge"', b"edge", 1))
+
+
+def test_going_on_finds_the_circuit_that_was_saved(tmp_path):
+    model, prompts, path = read_models.model(), pairs(), tmp_path / "steps.jsonl"
+    whole, again = (
+        acdc(model, prompts, threshold=0.02, checkpoint=path) for _ in range(2)
+    )
+    assert (work(whole)["replayed"], work(again)["evaluations"]) == (0, 0)
+    assert work(again)["replayed"] == work(whole)["decisions"] + 1
+    with Store(tmp_path / "store.duckdb") as store:
+        assert store.save(whole) == store.save(again)
+
+
+HEAD = b'{"order":"receivers'
+FIRST = b'{"value":0.1}'
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b'{"clean": "a", "corrupted": "b"}\n{"clean": "c"', "checkpoint_mismatch"),
+        (b"no newline", "checkpoint_mismatch"),
+        (b"\x00\xff\n", "checkpoint_mismatch"),
+        (b"[1,2]\n", "checkpoint_mismatch"),
+        (b"\n\n", "checkpoint_mismatch"),
+        (HEAD + b'","schema":"circuitlab_acdc_v1"}\n', "checkpoint_mismatch"),
+        (b"HEAD\nedge\n", "checkpoint_corrupt"),
+        (b'HEAD\n{"foo":1}\n', "checkpoint_corrupt"),
+        (b'HEAD\n{"value":"x"}\n{"edge":[0,1', "checkpoint_corrupt"),
+        (b'HEAD\n{"edge":[0,1],"value":0.1}\n', "checkpoint_mismatch"),
+        (b"HEAD\n" + FIRST + b"\n" + FIRST + b"\n", "checkpoint_mismatch"),
+    ],
+)
+def test_a_file_that_is_refused_stays_as_it_was(tmp_path, content, code):
+    model, prompts, path = read_models.model(), pairs(), tmp_path / "steps.jsonl"
+    acdc(model, prompts, threshold=0.02, checkpoint=path)
+    head = path.read_bytes().partition(b"\n")[0]
+    path.write_bytes(content.replace(b"HEAD", head))
     with pytest.raises(CircuitlabError) as refused:
-        acdc_sweep(model, prompts, thresholds=thresholds, checkpoint=path)
-    assert refused.value.code == "checkpoint_corrupt"
+        acdc(model, prompts, threshold=0.02, checkpoint=path)
+    assert refused.value.code == code
+    assert path.read_bytes() == content.replace(b"HEAD", head)
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_a_first_line_that_was_cut_short_is_written_again(tmp_path, cut):
+    model, prompts, path = read_models.model(), pairs(), tmp_path / "steps.jsonl"
+    found = acdc(model, prompts, threshold=0.02, checkpoint=path)
+    text = path.read_bytes()
+    path.write_bytes(text.partition(b"\n")[0][:cut])
+    assert acdc(model, prompts, threshold=0.02, checkpoint=path) == found
+    assert path.read_bytes() == text
+
+
+def test_a_log_of_more_steps_than_the_run_has_is_refused(tmp_path):
+    model, prompts, path = read_models.model(), pairs(), tmp_path / "steps.jsonl"
+    acdc(model, prompts, threshold=0.02, checkpoint=path)
+    with path.open("ab") as file:
+        file.write(b'{"edge":[0,1],"value":0.5}\n')
+    with pytest.raises(CircuitlabError) as refused:
+        acdc(model, prompts, threshold=0.02, checkpoint=path)
+    assert refused.value.code == "checkpoint_mismatch"
+
+
+@pytest.mark.parametrize("name", ["", "file/steps.jsonl"])
+def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(CircuitlabError) as refused:
+        acdc(read_models.model(), pairs(), checkpoint=tmp_path / name)
+    assert refused.value.code == "checkpoint_unusable"
+
+
+def test_a_checkpoint_has_one_holder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WAIT", 0.1)
+    model, prompts, path = read_models.model(), pairs(), tmp_path / "steps.jsonl"
+    seen = []
+
+    def meanwhile(done: int, total: int) -> None:
+        if not seen:
+            with pytest.raises(CircuitlabError) as refused:
+                acdc(model, prompts, threshold=0.02, checkpoint=path)
+            seen.append(refused.value)
+
+    found = acdc(model, prompts, threshold=0.02, checkpoint=path, progress=meanwhile)
+    assert seen[0].code == "checkpoint_held"
+    assert f"process {os.getpid()} on" in str(seen[0])
+    assert acdc(model, prompts, threshold=0.02, checkpoint=path) == found
 
 
 def test_an_interrupted_run_has_kept_its_steps(tmp_path):
@@ -297,7 +390,23 @@ def test_provenance_says_how_it_came_about():
     assert facts["selector"] == "acdc"
     assert facts["run_id"] == found.decisions.run_id
     assert facts["n"] == len(found.circuit)
-    assert facts["decisions"] + facts["skipped"] == model.shape.n_edges
+    done = work(found.circuit)
+    assert done["decisions"] + done["skipped"] == model.shape.n_edges
+    assert not done.keys() & facts.keys()
+    assert facts["rankable"] == done["decisions"]
+    assert facts["excluded"] == {"unread": done["skipped"]}
+    # The words of a circuit that was selected from scores.
+    scores = cl.edge_scores(model, prompts, cl.logit_diff())
+    assert cl.top_k(scores, 3).provenance.keys() - facts.keys() <= {"k", "dangling"}
+    assert facts["policy_digest"] == found.decisions.run.policy_digest
+    assert (facts["method"], facts["reduction"]) == ("acdc", "mean_examples")
+    assert facts["target"]["name"] == "kl"
+    assert facts["pins"] == []
+    start = cl.Circuit.from_edges(["input->m0", "m0->logits"], model.shape)
+    small = acdc(model, prompts, threshold=0.02, start=start)
+    assert small.provenance["excluded"]["start"] == model.shape.n_edges - 2
+    nothing = acdc(model, prompts, start=cl.Circuit(frozenset(), model.shape))
+    assert nothing.provenance["start"] == cl.Circuit(frozenset()).id
     other = acdc_sweep(model, prompts, thresholds=[0.03])[0]
     assert other.decisions.run.policy_digest != found.decisions.run.policy_digest
 
@@ -308,7 +417,8 @@ from circuitlab.wiring import wiring_of
 from tests import read_models
 from tests.test_acdc import pairs
 found = acdc(read_models.model(), pairs(), threshold=0.02)
-print(found.id, found.provenance["order_digest"], found.provenance["decisions"])
+done = found.run.provenance["decisions"]
+print(found.id, found.provenance["order_digest"], done)
 """
 
 
@@ -325,7 +435,7 @@ def test_other_processes_find_the_same_circuit(hash_seed):
         check=True,
     )
     facts = found.provenance
-    expected = [found.id, facts["order_digest"], str(facts["decisions"])]
+    expected = [found.id, facts["order_digest"], str(work(found)["decisions"])]
     assert done.stdout.split()[-3:] == expected
 
 
@@ -334,7 +444,13 @@ def test_other_processes_find_the_same_circuit(hash_seed):
     [
         ({"threshold": -1.0}, "threshold_invalid"),
         ({"threshold": float("nan")}, "threshold_invalid"),
+        ({"threshold": "0.1"}, "threshold_invalid"),
+        ({"threshold": True}, "threshold_invalid"),
         ({"speculate": 0}, "speculate_out_of_range"),
+        ({"speculate": 2.5}, "speculate_out_of_range"),
+        ({"batch_size": 0}, "batch_size_invalid"),
+        ({"metric": "kl"}, "metric_invalid"),
+        ({"start": "input->m0"}, "start_invalid"),
         ({"ablation": "none"}, "ablation_unknown"),
         ({"start": cl.Circuit.from_edges(["m5->logits"])}, "edge_unknown"),
     ],
@@ -346,16 +462,26 @@ def test_refusals(options, code):
     assert isinstance(refused.value, ValueError)
 
 
+@pytest.mark.parametrize("thresholds", [0.1, "0.1", [], [0.1, "0.2"]])
+def test_thresholds_are_a_list_of_numbers(thresholds):
+    with pytest.raises(CircuitlabError) as refused:
+        acdc_sweep(read_models.model(), pairs(), thresholds=thresholds)
+    assert refused.value.code == "threshold_invalid"
+
+
 def test_hierarchical_pruning_tests_only_what_scores_high():
     model = cl.load_model("embedded")
     prompts = cl.tasks.induction(n=6, seed=0, model=model)
     full = acdc(model, prompts, threshold=0.05)
     inside = hierarchical_acdc(model, prompts, threshold=0.05, fraction=0.3)
-    assert inside.provenance["evaluations"] < full.provenance["evaluations"]
+    assert work(inside)["evaluations"] < work(full)["evaluations"]
     assert inside.provenance["fraction"] == 0.3
     recall = cl.overlap(inside, full).recall
     assert recall is not None
     assert recall >= 0.7
+    with pytest.raises(CircuitlabError) as refused:
+        hierarchical_acdc(model, prompts, start=full)
+    assert refused.value.code == "universe_ambiguous"
 
 
 @pytest.mark.slow

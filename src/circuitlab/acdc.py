@@ -15,7 +15,8 @@ pass under the guess that this one goes. A wrong guess costs its rows and nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,13 @@ from circuitlab.checkpoint import Checkpoint
 from circuitlab.circuit_state import prepare
 from circuitlab.circuits import SCHEMA, Circuit, top_fraction
 from circuitlab.edges import edge_scores
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.errors import (
+    ArgumentError,
+    DataError,
+    require_count,
+    require_number,
+    require_type,
+)
 from circuitlab.methods import EAPIG
 from circuitlab.metrics import Metric, kl
 from circuitlab.prompts import Prompts
@@ -88,9 +95,11 @@ def acdc(
     throughout. `checkpoint` names a file that a killed run continues from. `speculate`
     changes no decision. `acdc_sweep` gives the decisions too, for several thresholds.
 
-    Raises ArgumentError `threshold_invalid`, `speculate_out_of_range`, `edge_unknown`,
-    `ablation_unknown`; DataError `checkpoint_mismatch`, `prompt_lengths_differ`,
-    `metric_not_finite`.
+    Raises ArgumentError `threshold_invalid`, `speculate_out_of_range`,
+    `batch_size_invalid`, `metric_invalid`, `start_invalid`, `edge_unknown`,
+    `ablation_unknown`; DataError `prompt_lengths_differ`, `metric_not_finite`, and of
+    the checkpoint `checkpoint_mismatch`, `checkpoint_corrupt`, `checkpoint_held` (another
+    process is at work on it), `checkpoint_unusable`.
 
     Source: Conmy et al. 2023, algorithm 1.
     """
@@ -128,34 +137,31 @@ def acdc_sweep(
     `acdc`. `progress(done, total)` counts the edges decided.
     """
     model = as_backend(model)
-    metric = metric or kl()
-    _check(thresholds, speculate)
+    metric = kl() if metric is None else metric
+    thresholds = _checked(thresholds, speculate, metric, start)
     begun, clock = now(), time.perf_counter()
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     universe = model.shape.edge_mask if start is None else start.mask(model.shape)
     run = _run(model, prompts, metric, source, start)
-    log = None
-    if checkpoint is not None:
-        head = {"schema": "circuitlab_acdc_v1", "params": run.params_digest}
-        head |= {"thresholds": list(map(float, thresholds)), "order": ORDER}
-        log = Checkpoint(checkpoint, head)
-    size = batch_size or _chunk(model, prompts)
-    chunks = [prepare(model, rows, metric) for rows in source.chunks(size)]
-    trials = Trials(model, chunks, metric)
-    search = Search(
-        model.shape, trials, metric.higher_is_better, speculate, log, progress
-    )
-    branches = {
-        threshold: branch
-        for branch in search.run(universe, tuple(sorted(set(thresholds))))
-        for threshold in branch.thresholds
-    }
+    size = _chunk(model, prompts) if batch_size is None else batch_size
+    size = require_count("batch_size_invalid", "batch_size", size)
+    with _log(checkpoint, run, thresholds) as log:
+        chunks = [prepare(model, rows, metric) for rows in source.chunks(size)]
+        trials = Trials(model, chunks, metric)
+        search = Search(
+            model.shape, trials, metric.higher_is_better, speculate, log, progress
+        )
+        branches = {
+            threshold: branch
+            for branch in search.run(universe, tuple(sorted(set(thresholds))))
+            for threshold in branch.thresholds
+        }
     counts = replace(
         search.counts, components=trials.components, passes=trials.passes
     ).to_json()
     run = replace(
         run,
-        provenance=counts,
+        provenance={**counts, "replayed": len(log.steps) if log else 0},
         started_at=begun,
         seconds=time.perf_counter() - clock,
     )
@@ -177,10 +183,18 @@ def hierarchical_acdc(
 
     `scores` None computes EAP-IG (5 midpoint steps) with the same metric. What is cut
     by score is never tested, so the circuit may differ from full ACDC's: see
-    docs/acdc.md for how much. Raises as `acdc` and `top_fraction` do.
+    docs/acdc.md for how much. `options` are `acdc`'s, without `start`. Raises as `acdc`
+    and `top_fraction` do, and ArgumentError `universe_ambiguous`.
     """
+    if "start" in options:
+        raise ArgumentError(
+            "universe_ambiguous",
+            "the scores say among which edges hierarchical_acdc searches; give "
+            "acdc(start=…) a circuit of your own",
+            value="start",
+        )
     model = as_backend(model)
-    metric = metric or kl()
+    metric = kl() if metric is None else metric
     if scores is None:
         scores = edge_scores(model, prompts, metric, method=EAPIG(5), ablation=ablation)
     start = top_fraction(scores, fraction, rank="magnitude")
@@ -189,26 +203,51 @@ def hierarchical_acdc(
     return replace(found, provenance={**found.provenance, **facts})
 
 
-def _check(thresholds: Sequence[float], speculate: int) -> None:
-    for threshold in thresholds:
-        if not (np.isfinite(threshold) and threshold >= 0):
-            raise ArgumentError(
-                "threshold_invalid",
-                f"the threshold is {threshold}; give a finite number, zero or more, in "
-                "the metric's units",
-                value=threshold,
-            )
-    if not len(thresholds):
+def _checked(
+    thresholds: Sequence[float], speculate: int, metric: Metric, start: Circuit | None
+) -> tuple[float, ...]:
+    """The thresholds as numbers, once everything else is seen to be what it should be."""
+    require_count("speculate_out_of_range", "speculate", speculate)
+    remedy = "write kl(), logit_diff(), custom(fn, …)"
+    require_type("metric_invalid", "metric", metric, Metric, remedy)
+    remedy = "give a circuit, whose edges are the ones to search among"
+    require_type("start_invalid", "start", start, Circuit | None, remedy)
+    several = isinstance(thresholds, Iterable) and not isinstance(thresholds, str)
+    given = tuple(thresholds) if several else ()
+    if not given:
         raise ArgumentError(
-            "threshold_invalid", "give at least one threshold", value=[]
+            "threshold_invalid",
+            f"thresholds is {thresholds!r}; give a list with at least one number",
+            value=thresholds,
         )
-    if isinstance(speculate, bool) or speculate < 1:
-        raise ArgumentError(
-            "speculate_out_of_range",
-            f"speculate is {speculate}; 1 tries one edge a pass, 8 up to eight",
-            value=speculate,
-            expected=">= 1",
+    return tuple(
+        require_number(
+            "threshold_invalid",
+            "the threshold",
+            threshold,
+            lambda t: bool(np.isfinite(t)) and t >= 0,
+            "a finite number, zero or more, in the metric's units",
         )
+        for threshold in given
+    )
+
+
+def _log(checkpoint: str | Path | None, run: Run, thresholds: Sequence[float]) -> Any:
+    """The step log, for a `with`; None without a checkpoint."""
+    if checkpoint is None:
+        return nullcontext()
+    head = {"schema": "circuitlab_acdc_v1", "params": run.params_digest}
+    head |= {"thresholds": list(thresholds), "order": ORDER}
+    return Checkpoint.opened(checkpoint, head, _is_step)
+
+
+def _is_step(value: Any) -> bool:
+    """The first step is the value of the whole universe; then there is one per edge."""
+    if not isinstance(value, dict) or not isinstance(value.get("value"), float):
+        return False
+    edge = value.get("edge", [0, 0])
+    whole = isinstance(edge, list) and all(type(index) is int for index in edge)
+    return whole and len(edge) == 2 and set(value) <= {"edge", "value"}
 
 
 def _chunk(model: Backend, prompts: Prompts) -> int:
@@ -253,29 +292,51 @@ def _result(
 ) -> AcdcResult:
     shape = run.model.shape
     assert shape is not None
-    options = {**run.policy["method_options"], "threshold": float(threshold)}
+    options = {**run.policy["method_options"], "threshold": threshold}
     run = replace(run, policy={**run.policy, "method_options": options})
     senders, receivers = shape.edge_indices
     change = branch.change[senders, receivers]
     status = np.where(np.isnan(change), "unavailable", "ok").tolist()
     decisions = EdgeTable(edge_rows(shape, change, None, run.n, status), run)
     edges = frozenset(shape.names_of(branch.mask))
+    outside = shape.n_edges - int(universe.sum())
+    tested = status.count("ok")
+    excluded = {"start": outside, "unread": shape.n_edges - outside - tested}
     provenance = {
+        **_provenance(threshold, run, start),
+        "run_id": decisions.run_id,
+        "order_digest": digest(list(visit_order(shape))),
+        "universe": int(universe.sum()),
+        "rankable": tested,
+        "excluded": {why: count for why, count in excluded.items() if count},
+        "metric": branch.current,
+        "selected": len(edges),
+        "n": len(edges),
+        "pruned": False,
+    }
+    return AcdcResult(threshold, Circuit(edges, shape, run, provenance), decisions)
+
+
+def _provenance(threshold: float, run: Run, start: Circuit | None) -> Mapping[str, Any]:
+    """What was asked for, with the words of a selection from scores.
+
+    No counts of work: those differ where a run went on from its checkpoint, and this is
+    part of the circuit's identity. They stand in the run's provenance.
+    """
+    return {
         "schema": SCHEMA,
         "selector": "acdc",
         "text": f"acdc(threshold={threshold:g})",
-        "threshold": float(threshold),
-        "order": ORDER,
-        "order_digest": digest(list(visit_order(shape))),
-        "run_id": decisions.run_id,
-        "universe": int(universe.sum()),
-        "start": start.id if start else None,
-        "metric": branch.current,
-        "n": len(edges),
-        "pruned": False,
-        **run.provenance,
+        "threshold": threshold,
+        "policy_digest": run.policy_digest,
+        "method": run.policy["method"],
+        "reduction": run.policy["reduction"],
+        "target": run.policy["metric"],
+        "rank": ORDER,
+        "where": None,
+        "pins": [],
+        "start": None if start is None else start.id,
     }
-    return AcdcResult(threshold, Circuit(edges, shape, run, provenance), decisions)
 
 
 # --- the search ---
@@ -321,7 +382,7 @@ class Search:
         self, universe: np.ndarray, thresholds: tuple[float, ...]
     ) -> Iterator[Branch]:
         """Yield a finished branch for every set of thresholds that agreed throughout."""
-        self._replay = list(self.log.steps) if self.log else []
+        self._replay = [] if self.log is None else list(self.log.steps)
         self._replay.reverse()
         self._width = 1
         self._open: list[Branch] = []
@@ -332,10 +393,12 @@ class Search:
         self._open.append(first)
         while self._open:
             yield self._finish(self._open.pop())
+        if self._replay:
+            self._next_step([])  # no run has that: the log is of a longer one
 
     def _first_value(self, branch: Branch) -> float:
         if self._replay:
-            return float(self._replay.pop()["value"])
+            return self._next_step(None)
         self._go_live(branch)
         value = self.trials.value
         self._say({"value": value})
@@ -396,18 +459,22 @@ class Search:
         """Take one decision from the step log, if there is one left."""
         if not self._replay:
             return False
-        step = self._replay.pop()
         sender = queue.pop(0)
-        if step["edge"] != [sender, column]:
+        self._decide(branch, column, sender, self._next_step([sender, column]))
+        return True
+
+    def _next_step(self, edge: list[int] | None) -> float:
+        """The logged value of an edge, which must be the next in the log."""
+        step = self._replay.pop()
+        if step.get("edge") != edge:
             raise DataError(
                 "checkpoint_mismatch",
-                f"the checkpoint's next edge is {step['edge']}, where this run tests "
-                f"{[sender, column]}; delete it and start again",
-                value=step["edge"],
-                expected=[sender, column],
+                f"the checkpoint's next edge is {step.get('edge')}, where this run has "
+                f"{edge}; delete it and start again",
+                value=step.get("edge"),
+                expected=edge,
             )
-        self._decide(branch, column, sender, float(step["value"]))
-        return True
+        return step["value"]
 
     def _drop_idle(self, branch: Branch, column: int, queue: list[int]) -> None:
         """Decide the first edges that carry nothing: M can't change."""

@@ -17,7 +17,12 @@ from circuitlab.backends import Backend, load_model
 from circuitlab.combining import combine
 from circuitlab.edges import Method, edge_scores
 from circuitlab.engines import RETRIES, Engine, Processes
-from circuitlab.errors import ArgumentError, InternalError
+from circuitlab.errors import (
+    ArgumentError,
+    InternalError,
+    require_count,
+    require_type,
+)
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
 from circuitlab.tables import EdgeTable
@@ -105,13 +110,18 @@ def sharded_scores(
 
     Equal to the unsharded scores to 1e-12 in float64. `engine` None is `Processes()`.
 
-    Raises ArgumentError `shards_out_of_range`, `metric_unknown` (workers make the metric
-    from its name), `ablation_not_shardable` (a mean or donors of the whole set: give
+    Raises ArgumentError `shards_out_of_range`, `model_not_a_spec` (workers load the
+    model by its name), `metric_invalid`, `metric_unknown` (and they make the metric from
+    its name), `ablation_not_shardable` (a mean or donors of the whole set: give
     the ablation its `reference`); InternalError `shard_failed` where a shard failed more
     often than `retries`; a shard's refusal as `edge_scores` raises it.
     """
     value = as_ablation(ablation)
     _check_shards(prompts, shards, value)
+    remedy = "give a model's name or folder, or a ModelSpec"
+    require_type("model_not_a_spec", "model", model, str | ModelSpec, remedy)
+    remedy = "write kl(), logit_diff(), …"
+    require_type("metric_invalid", "metric", metric, Metric, remedy)
     metric_named(metric.name)
     spec = ModelSpec(model) if isinstance(model, str) else model
     parts = [
@@ -119,7 +129,8 @@ def sharded_scores(
         for part in _cut(prompts, shards)
     ]
     tables: dict[int, EdgeTable] = {}
-    for outcome in (engine or Processes()).run(_score, parts, retries):
+    engine = Processes() if engine is None else engine
+    for outcome in engine.run(_score, parts, retries):
         if not outcome.ok:
             kind = InternalError if outcome.code is None else ArgumentError
             raise kind(
@@ -135,7 +146,8 @@ def sharded_scores(
 
 
 def _check_shards(prompts: Prompts, shards: int, ablation: Ablation) -> None:
-    if not 1 <= shards <= len(prompts):
+    require_count("shards_out_of_range", "shards", shards)
+    if shards > len(prompts):
         raise ArgumentError(
             "shards_out_of_range",
             f"shards is {shards}; there are {len(prompts)} prompts",

@@ -6,8 +6,14 @@ and gives every task's outcome exactly once. It knows nothing of models or table
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
 import os
+import signal
+import sys
+import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +21,18 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, Protocol
 
-from circuitlab.errors import ArgumentError, CircuitlabError
+from circuitlab.errors import (
+    ArgumentError,
+    CircuitlabError,
+    require_count,
+    require_number,
+)
 
 RETRIES = 2
 """How often a task is tried again after its worker died or it raised."""
+
+GRACE = 5.0
+"""Seconds that a worker has to leave by itself, when it is told to."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,16 @@ class Serial:
 
 @dataclass
 class _Book:
-    """How often each task was tried, and whether it may be again."""
+    """How often each task was tried, and whether it may be again.
+
+    Raises ArgumentError `retries_out_of_range`.
+    """
 
     retries: int
     attempts: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        require_count("retries_out_of_range", "retries", self.retries, least=0)
 
     def settle(self, outcome: Outcome) -> Outcome | None:
         """The outcome with its attempts, or None where the task is to be tried again."""
@@ -97,20 +117,18 @@ class Processes:
     """Local worker processes, one task each at a time.
 
     `threads` is how many threads torch may use in each. The function and the tasks must
-    be importable and picklable: no lambdas, no loaded models.
+    be importable and picklable: no lambdas, no loaded models. Workers end with the
+    process that started them, also where that is killed in the middle of a task.
+
+    Raises ArgumentError `workers_out_of_range`, `threads_out_of_range`.
     """
 
     workers: int = 2
     threads: int = 1
 
     def __post_init__(self):
-        if self.workers < 1:
-            raise ArgumentError(
-                "workers_out_of_range",
-                f"workers is {self.workers}; give at least 1",
-                value=self.workers,
-                expected=">= 1",
-            )
+        require_count("workers_out_of_range", "workers", self.workers)
+        require_count("threads_out_of_range", "threads", self.threads)
 
     def run(
         self, fn: Callable[[Any], Any], tasks: Sequence[Any], retries: int = RETRIES
@@ -119,7 +137,8 @@ class Processes:
         crew: list[_Worker] = []
         try:
             while waiting or any(worker.busy for worker in crew):
-                crew = [worker for worker in crew if worker.alive]
+                # One that died in the middle of a task still has to say so.
+                crew = [worker for worker in crew if worker.busy or worker.alive]
                 while len(crew) < min(self.workers, len(waiting) + len(crew)):
                     crew.append(_Worker(fn, self.threads))
                 for worker in crew:
@@ -134,7 +153,9 @@ class Processes:
                         yield outcome
         finally:
             for worker in crew:
-                worker.stop()
+                worker.dismiss()
+            for worker in crew:
+                worker.leave()
 
 
 class _Worker:
@@ -147,7 +168,8 @@ class _Worker:
         self.process = context.Process(
             target=_serve, args=(theirs, fn, threads), daemon=True
         )
-        self.process.start()
+        with _without_interrupts():
+            self.process.start()
         theirs.close()
         self.index: int | None = None
 
@@ -179,11 +201,30 @@ class _Worker:
             why = f"the worker died (exit code {self.process.exitcode})"
             return Outcome(index, error=why)
 
-    def stop(self) -> None:
-        if self.process.is_alive():
+    def dismiss(self) -> None:
+        """Tell it to end: now, if nobody waits for its task any more."""
+        if self.busy and self.process.is_alive():
             self.process.terminate()
-        self.process.join()
         self.pipe.close()
+
+    def leave(self) -> None:
+        self.process.join(GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Start a process that Ctrl-C doesn't reach: its driver tells it when to end."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _finished(crew: Sequence[_Worker]) -> list[Outcome]:
@@ -194,15 +235,28 @@ def _finished(crew: Sequence[_Worker]) -> list[Outcome]:
 
 def _serve(pipe: Any, fn: Callable[[Any], Any], threads: int) -> None:
     """A worker's life: take a task, send its outcome, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An exit, and no death: what the task has open is closed and let go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    threading.Thread(target=_end_with_driver, daemon=True).start()
     # Before the task's function imports torch, which reads these once.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
-    while True:
-        try:
+    # EOFError or OSError: the driver has closed the pipe, or is gone.
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             index, task = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        pipe.send(_attempt(fn, index, task))
+            pipe.send(_attempt(fn, index, task))
+
+
+def _end_with_driver() -> None:
+    """Wait for the driver to end, and end this process, whatever it is doing."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os._exit(1)
 
 
 # --- Ray ---
@@ -215,12 +269,26 @@ class Ray:
     `address` as in `ray.init`: None uses the cluster of `$RAY_ADDRESS`, else starts a
     local one with `workers` CPUs; `cpus` and `gpus` are what one task needs. A cluster
     that is already connected is used as it is.
+
+    Raises ArgumentError `workers_out_of_range`, `resources_out_of_range`.
     """
 
     address: str | None = None
     workers: int | None = None
     cpus: float = 1
     gpus: float = 0
+
+    def __post_init__(self):
+        if self.workers is not None:
+            require_count("workers_out_of_range", "workers", self.workers)
+        for name, value in (("cpus", self.cpus), ("gpus", self.gpus)):
+            require_number(
+                "resources_out_of_range",
+                name,
+                value,
+                lambda amount: math.isfinite(amount) and amount >= 0,
+                "a finite number, zero or more",
+            )
 
     def run(
         self, fn: Callable[[Any], Any], tasks: Sequence[Any], retries: int = RETRIES

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def exact_effects(
     total)` counts edges (times chunks of examples).
 
     Raises ArgumentError `edge_unknown`, `ablation_unknown`, `capability_missing`;
-    DataError `prompt_lengths_differ`, `metric_not_finite`, `checkpoint_mismatch`.
+    DataError `prompt_lengths_differ`, `metric_not_finite`, and `acdc`'s codes for a
+    checkpoint.
     """
     model = as_backend(model)
     require(model, Capability.RESUME, Capability.ROW_BATCHING)
@@ -90,11 +92,12 @@ def exact_effects(
         seed=prompts.seed,
         versions=versions(),
     )
-    sums = _Sums(asked, _checkpoint(checkpoint, run, size))
     total = int(asked.sum()) * -(-len(prompts) // size)
-    for rows in source.chunks(size):
-        patcher = Patcher(model, rows, metric, memory_budget)
-        sums.add(patcher, lambda done: progress and progress(done, total))
+    with _log(checkpoint, run, size) as log:
+        sums = _Sums(asked, log)
+        for rows in source.chunks(size):
+            patcher = Patcher(model, rows, metric, memory_budget)
+            sums.add(patcher, lambda done: progress and progress(done, total))
     run = replace(
         run,
         provenance={
@@ -116,11 +119,26 @@ def _chunk(model: Backend, prompts: Prompts, budget: int) -> int:
     return max(1, min(len(prompts), budget // one))
 
 
-def _checkpoint(path: str | Path | None, run: Run, size: int) -> Checkpoint | None:
+def _log(path: str | Path | None, run: Run, size: int) -> Any:
+    """The step log, for a `with`; None without a checkpoint."""
     if path is None:
-        return None
+        return nullcontext()
     head = {"schema": "circuitlab_exact_v1", "params": run.params_digest}
-    return Checkpoint(path, {**head, "batch_size": size})
+    return Checkpoint.opened(path, {**head, "batch_size": size}, _is_step)
+
+
+def _is_step(value: Any) -> bool:
+    """One receiver's effects in one chunk: a total and a sum of squares per sender."""
+    if not isinstance(value, dict):
+        return False
+    lists: list[Any] = [value.get(key) for key in ("senders", "total", "squares")]
+    if not all(isinstance(one, list) for one in lists):
+        return False
+    senders, total, squares = lists
+    integers = [value.get("start"), value.get("receiver"), *senders]
+    fit = len(senders) == len(total) == len(squares)
+    whole = all(type(x) is int for x in integers)
+    return fit and whole and all(type(x) is float for x in [*total, *squares])
 
 
 class _Sums:
@@ -136,7 +154,7 @@ class _Sums:
         self.done = 0
         self._kept = {
             (step["start"], step["receiver"]): step
-            for step in (log.steps if log else [])
+            for step in ([] if log is None else log.steps)
         }
 
     def add(self, patcher: Patcher, report: Callable[[int], Any]) -> None:
