@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from families import FAMILIES, family_model, hf_model, token_prompts
 
+from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Patch
 from circuitlab.backends import load_model
-from circuitlab.circuit_run import ablated_side, run_circuits
+from circuitlab.circuit_run import run_circuits
 from circuitlab.edges import edge_scores
 from circuitlab.errors import ModelError
 from circuitlab.metrics import logit_diff

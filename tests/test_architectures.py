@@ -17,9 +17,10 @@ from families import (
 )
 from torch import Tensor
 
+from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Patch, Zero
 from circuitlab.backends import Site, Tap, load_model
-from circuitlab.circuit_run import ablated_side, run_circuits
+from circuitlab.circuit_run import run_circuits
 from circuitlab.circuits import Circuit
 from circuitlab.edges import EAP, EAPIG, edge_scores
 from circuitlab.errors import ModelError

@@ -37,14 +37,14 @@ LISTED = """
     norms gradients reductions
     backends
     site_info inventory
-    metrics senders ablations receivers coupling wiring windows circuit_run circuit_state
+    metrics senders ablations receivers coupling wiring windows ablated_side circuit_pass circuit_run circuit_state
     donors verb values verbs sourced selections edits doors trace
     payloads payload_json plans sweeps interventions
     targets frozen measure read_rows reads
     qk combining score_sum nodes exact edges evaluate validate calibrate edge_mask
     acdc_trials acdc
     EDGES
-    engines distribute sweep_summary sweep_cells sweep
+    engines distribute sweep_summary sweep_cells sweep_plan sweep
     cli_output cli_options cli_quiet cli_recipe cli_bench cli_score cli_circuit
     cli_compare cli_search cli_mask cli_nodes cli_rerun
     cli_sweep cli_sites cli_models cli_store cli_app cli_demo cli

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import circuitlab as cl
+from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Mean, Patch, Resample, Zero
-from circuitlab.circuit_run import ablated_side, run_circuits
+from circuitlab.circuit_run import run_circuits
 from circuitlab.windows import Window, windows
 from circuitlab.wiring import Wiring
 from tests import read_models

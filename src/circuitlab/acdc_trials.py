@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from circuitlab.backends import Backend
-from circuitlab.circuit_state import Chunk, CircuitState, Focus, Trial
+from circuitlab.circuit_pass import Chunk
+from circuitlab.circuit_state import CircuitState, Focus, Trial
 from circuitlab.metrics import Metric
 from circuitlab.wiring import Plan, wiring_of
 
@@ -123,8 +124,3 @@ class Trials:
         """Take out every edge into a receiver that nothing kept reads."""
         for state in self._states:
             state.mask[:, column] = False
-
-
-def components_of(model: Backend, mask: np.ndarray) -> int:
-    """How many head and MLP outputs one whole pass of a circuit computes."""
-    return int(mask[1:].any(1).sum())

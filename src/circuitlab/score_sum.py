@@ -16,9 +16,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from circuitlab.ablated_side import all_heads
 from circuitlab.ablations import AblationSource, Patch, Rows
 from circuitlab.backends import Backend, Site, Tap, TokenBatch
-from circuitlab.circuit_run import all_heads
 from circuitlab.combining import moments
 from circuitlab.errors import DataError
 from circuitlab.methods import Stage

@@ -58,8 +58,18 @@ class Windows:
     end: Window
     tail: Window
 
+    @property
+    def differ(self) -> bool:
+        """Whether the logits are read at one token only."""
+        return self.end is not self.every
+
     def of(self, everywhere: bool) -> Window:
+        """The window of what matters everywhere, or at the end only."""
         return self.every if everywhere else self.end
+
+    def at_end(self, value: Tensor) -> Tensor:
+        """What `end` takes, of `[sender, row, pos, …]` that `every` was taken from."""
+        return self.tail.take(value.flatten(0, 1)).unflatten(0, value.shape[:2])
 
 
 def windows(first: int, positions: Tensor | None) -> Windows:

@@ -16,8 +16,9 @@ from circuitlab.sites import PORTS, ModelShape, fed_by
 
 @dataclass(frozen=True)
 class Plan:
-    """What a trial computes: per layer the ports' receivers and the heads that change,
-    which layers' MLPs do, and whether the logits do. Receivers and senders by index."""
+    """What a pass computes: per layer the ports' receivers and the heads that change,
+    which layers' MLPs do, and whether the logits do. Receivers and senders by index;
+    `changed` bool `[sender]`."""
 
     ports: dict[tuple[int, str], np.ndarray]
     heads: dict[int, np.ndarray]
@@ -42,6 +43,7 @@ class Reach:
     stream: bool
     heads: tuple[bool, ...]
     mlps: tuple[bool, ...]
+    senders: np.ndarray
     receivers: np.ndarray
 
     def of(self, layer: int, port: str) -> bool:
@@ -86,12 +88,26 @@ class Wiring:
         found[self.logits] = True
         return found
 
-    def plan(self, mask: np.ndarray, column: int | None) -> Plan:
-        """What changes under a mask when one receiver's input does (None: all)."""
+    def whole(self, mask: np.ndarray) -> Plan:
+        """All of a circuit: what a kept edge leaves. A port that no kept edge enters
+        stays as if every edge were cut."""
+        active, read = np.asarray(mask.any(1)), mask.any(0) & self.alive(mask)
+        layers = range(self.shape.n_layers)
+        heads = {
+            layer: self.heads[layer][active[self.heads[layer]]] for layer in layers
+        }
+        heads = {layer: own for layer, own in heads.items() if len(own)}
+        keys = [(layer, port) for layer in heads for port in PORTS]
+        ports = {key: self.columns[key][read[self.columns[key]]] for key in keys}
+        ports = {key: columns for key, columns in ports.items() if len(columns)}
+        mlps = [layer for layer in layers if active[self.mlps[layer]].any()]
+        return Plan(ports, heads, frozenset(mlps), True, active)
+
+    def plan(self, mask: np.ndarray, column: int) -> Plan:
+        """What changes under a mask when one receiver's input does."""
         active, alive = np.asarray(mask.any(1)), self.alive(mask)
         hot = np.zeros(len(alive), dtype=bool)
-        hot[slice(None) if column is None else column] = True
-        hot &= alive
+        hot[column] = alive[column]
         changed = np.zeros(len(active), dtype=bool)
         ports: dict[tuple[int, str], np.ndarray] = {}
         heads: dict[int, np.ndarray] = {}
@@ -121,7 +137,8 @@ class Wiring:
     def everywhere(self) -> Reach:
         """Everything at every token, as where all tokens' logits are read."""
         each = (True,) * self.shape.n_layers
-        return Reach(True, each, each, np.ones(len(self.shape.receivers), dtype=bool))
+        sides = self.shape.senders, self.shape.receivers
+        return Reach(True, each, each, *(np.ones(len(s), dtype=bool) for s in sides))
 
     def reach(self, mask: np.ndarray) -> Reach:
         """What a circuit has to compute at every token."""
@@ -131,13 +148,17 @@ class Wiring:
             if port in "kv":
                 wide[columns] = read[columns]
         heads, mlps = [], []
+        senders = np.zeros(len(mask), dtype=bool)
         for layer in reversed(range(self.shape.n_layers)):
             mlps.append(bool(mask[np.ix_(self.mlps[layer], wide)].any()))
             wide[self.columns[layer, "in"]] = mlps[-1]
             heads.append(bool(mask[np.ix_(self.heads[layer], wide)].any()))
             wide[self.columns[layer, "q"]] = heads[-1]
-        stream = bool(mask[0, wide].any())
-        return Reach(stream, tuple(heads[::-1]), tuple(mlps[::-1]), wide)
+            senders[self.mlps[layer]] = mlps[-1]
+            senders[self.heads[layer]] = heads[-1]
+        senders[0] = mask[0, wide].any()
+        each = tuple(heads[::-1]), tuple(mlps[::-1])
+        return Reach(bool(senders[0]), *each, senders, wide)
 
 
 def wiring_of(model: Backend) -> Wiring:
