@@ -20,8 +20,9 @@ from torch import Tensor
 
 from circuitlab.ablations import Ablation, AblationSource, as_ablation
 from circuitlab.backends import Capability, as_backend, require
+from circuitlab.circuit_pass import Chunk
 from circuitlab.circuit_run import run_circuits
-from circuitlab.circuit_state import Chunk, prepare
+from circuitlab.circuit_state import prepare
 from circuitlab.circuits import SCHEMA, Circuit, check_circuit
 from circuitlab.errors import require_count, require_number, require_type
 from circuitlab.metrics import Metric, kl

@@ -23,9 +23,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import Ablation, AblationSource, Rows, as_ablation
 from circuitlab.backends import Backend, TokenBatch, as_backend
-from circuitlab.circuit_run import ablated_side, run_circuits
+from circuitlab.circuit_run import run_circuits
 from circuitlab.circuits import Circuit, check_circuits, top_k
 from circuitlab.errors import (
     ArgumentError,
