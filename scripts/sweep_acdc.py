@@ -116,6 +116,8 @@ def finish(found: SweepResult) -> int:
     columns = ["model", "task", "method", "seed", "setting", "value", "n_edges"]
     columns += ["faithfulness", "kl", "seconds"]
     print(found.summary.rows.select(columns).to_pandas().to_string(index=False))
+    for row in found.left_out:
+        print(f"left out, the model has fewer edges: {row}", file=sys.stderr)
     for failure in found.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if found.failures else 0

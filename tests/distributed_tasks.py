@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -33,6 +34,21 @@ def always_dies(task: int) -> int:
     if task == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return task
+
+
+def dies_later(task: int) -> int:
+    """Task 1 kills its worker after a while; the others are done at once."""
+    if task == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def sleeps(folder: str) -> None:
+    """Say which process this is, and stay busy."""
+    (Path(folder) / str(os.getpid())).touch()
+    multiprocessing.RLock()  # as tqdm makes one: left behind, it would be warned of
+    time.sleep(60)
 
 
 def raises(task: tuple[int, str]) -> int:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +77,78 @@ def test_retries_are_bounded():
     assert "died" in (found[1].error or "")
 
 
+def test_a_worker_that_dies_while_nobody_looks_loses_no_task():
+    found = []
+    for outcome in Processes(2).run(tasks.dies_later, [0, 1, 2], 0):
+        found.append(outcome)
+        time.sleep(1)
+    assert sorted((o.index, o.ok) for o in found) == [(0, True), (1, False), (2, True)]
+
+
+DRIVER = """
+from circuitlab.engines import Processes
+from tests import distributed_tasks as tasks
+
+if __name__ == "__main__":
+    list(Processes(2).run(tasks.sleeps, [{folder!r}] * 2))
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process with two busy workers, and their process ids."""
+    folder, script = tmp_path / "pids", tmp_path / "driver.py"
+    folder.mkdir()
+    script.write_text(DRIVER.format(folder=str(folder)))
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [int(path.name) for path in folder.iterdir()]
+    assert len(workers) == 2
+    yield process, workers
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def ended(workers: list[int]) -> bool:
+    """Wait until none of these processes runs any more."""
+    deadline = time.monotonic() + 30
+    while any(map(_runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(_runs, workers))
+
+
+def _runs(pid: int) -> bool:
+    state = ["ps", "-o", "stat=", "-p", str(pid)]
+    found = subprocess.run(state, capture_output=True, text=True, check=False).stdout
+    return found.strip() != "" and not found.startswith("Z")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_workers_end_with_their_driver(driver, signum):
+    process, workers = driver
+    os.kill(process.pid, signum)
+    assert ended(workers)
+
+
+def test_an_interrupt_is_one_traceback_and_leaves_nothing(driver):
+    process, workers = driver
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert ended(workers)
+    assert said.count("Traceback") == 1  # the driver's own
+    assert "leaked" not in said
+
+
 @pytest.mark.parametrize("engine", [Serial(), Processes(workers=1)], ids=str)
 def test_errors_are_tried_again_and_refusals_are_not(engine, tmp_path):
     work = [(number, str(tmp_path)) for number in range(3)]
@@ -133,6 +211,7 @@ def test_shards_run_on_ray(folder, cluster):
     [
         ({"shards": 0}, "shards_out_of_range"),
         ({"shards": 9}, "shards_out_of_range"),
+        ({"shards": 2.5}, "shards_out_of_range"),
         ({"shards": 2, "ablation": "mean"}, "ablation_not_shardable"),
         ({"shards": 2, "ablation": "resample"}, "ablation_not_shardable"),
     ],
@@ -150,6 +229,28 @@ def test_a_shards_refusal_comes_through(folder):
     with pytest.raises(CircuitlabError) as refused:
         metric_named("custom:x")
     assert refused.value.code == "metric_unknown"
+    for metric, model, code in (
+        ("kl", folder, "metric_invalid"),
+        (cl.kl(), read_models.model(), "model_not_a_spec"),
+    ):
+        with pytest.raises(CircuitlabError) as refused:
+            wrong: Any = (model, pairs(3), metric)
+            sharded_scores(*wrong, shards=2, engine=Serial())
+        assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (lambda: Processes(0), "workers_out_of_range"),
+        (lambda: Processes(2.5), "workers_out_of_range"),  # type: ignore[arg-type]
+        (lambda: Processes(1, threads=0), "threads_out_of_range"),
+        (lambda: Ray(workers=0), "workers_out_of_range"),
+        (lambda: Ray(gpus=-1), "resources_out_of_range"),
+        (lambda: list(Serial().run(abs, [1], -1)), "retries_out_of_range"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(made, code):
     with pytest.raises(CircuitlabError) as refused:
-        Processes(0)
-    assert refused.value.code == "workers_out_of_range"
+        made()
+    assert refused.value.code == code

@@ -138,7 +138,7 @@ def acdc_sweep(
     """
     model = as_backend(model)
     metric = kl() if metric is None else metric
-    thresholds = _checked(thresholds, speculate, metric, start)
+    thresholds = _checked(thresholds, speculate, start)
     begun, clock = now(), time.perf_counter()
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
     universe = model.shape.edge_mask if start is None else start.mask(model.shape)
@@ -204,12 +204,10 @@ def hierarchical_acdc(
 
 
 def _checked(
-    thresholds: Sequence[float], speculate: int, metric: Metric, start: Circuit | None
+    thresholds: Sequence[float], speculate: int, start: Circuit | None
 ) -> tuple[float, ...]:
     """The thresholds as numbers, once everything else is seen to be what it should be."""
     require_count("speculate_out_of_range", "speculate", speculate)
-    remedy = "write kl(), logit_diff(), custom(fn, …)"
-    require_type("metric_invalid", "metric", metric, Metric, remedy)
     remedy = "give a circuit, whose edges are the ones to search among"
     require_type("start_invalid", "start", start, Circuit | None, remedy)
     several = isinstance(thresholds, Iterable) and not isinstance(thresholds, str)

@@ -9,11 +9,13 @@ import typer
 
 from circuitlab import cli_options as opt
 from circuitlab.cli_bench import open_store
-from circuitlab.cli_output import print_csv, print_json, print_table, remark
+from circuitlab.cli_output import print_csv, print_json, print_table, remark, show
 
 if TYPE_CHECKING:
     from circuitlab.engines import Engine
-    from circuitlab.sweep import Progress
+    from circuitlab.sweep import Progress, Sweep, SweepResult
+
+PLAN = ("key", "model", "revision", "task", "seed", "method")
 
 
 def sweep(
@@ -23,6 +25,12 @@ def sweep(
     ],
     plan: Annotated[
         bool, typer.Option("--plan", help="List what would run, and stop.")
+    ] = False,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate", help="Load the models, say what each cell costs, and stop."
+        ),
     ] = False,
     workers: Annotated[int, typer.Option(help="Local processes.")] = 1,
     ray: Annotated[
@@ -53,28 +61,48 @@ def sweep(
     from circuitlab.sweep import Sweep, run_sweep
 
     wanted = Sweep.from_toml(file)
-    if plan:
-        for cell in wanted.cells():
-            typer.echo(str(cell))
+    if plan or estimate:
+        columns, cells = _costs(wanted) if estimate else (PLAN, _plan(wanted))
+        show(columns, cells, as_json=as_json, as_csv=as_csv)
         return
     found = run_sweep(
         wanted, open_store(store), folder=folder, retries=retries, report=_report,
         engine=_engine(workers, ray, address, gpus),
     )  # fmt: skip
-    rows = found.summary.rows.to_pylist()
+    _show_result(found, as_json, as_csv)
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _plan(sweep: Sweep) -> list[dict[str, Any]]:
+    return [{"key": cell.key, **cell.facts()} for cell in sweep.cells()]
+
+
+def _costs(sweep: Sweep) -> tuple[list[str], list[dict[str, Any]]]:
+    from circuitlab.sweep import estimate
+
+    table = estimate(sweep)
+    rows = table.to_pylist()
+    total = sum(row["seconds"] for row in rows)
+    remark(f"{len(rows)} cells, about {total:.0f} s on one worker, at most")
+    return table.column_names, rows
+
+
+def _show_result(found: SweepResult, as_json: bool, as_csv: bool) -> None:
+    columns, rows = found.summary.rows.column_names, found.summary.rows.to_pylist()
     failures = [dict(failure) for failure in found.failures]
+    left_out = [dict(row) for row in found.left_out]
     if as_csv:
-        print_csv(found.summary.rows.column_names, rows)
+        print_csv(columns, rows)
     elif as_json:
-        print_json({"rows": rows, "failures": failures, "run_ids": found.run_ids})
+        facts = {"failures": failures, "left_out": left_out, "run_ids": found.run_ids}
+        print_json({"rows": rows, **facts})
     else:
-        print_table(
-            [c for c in found.summary.rows.column_names if _filled(rows, c)], rows
-        )
+        print_table([c for c in columns if _filled(rows, c)], rows)
+    for row in left_out:
+        remark(f"left out, the model has fewer edges: {row}")
     for failure in failures:
         remark(f"failed: {failure}")
-    if failures:
-        raise typer.Exit(1)
 
 
 def _filled(rows: list[dict[str, Any]], column: str) -> bool:

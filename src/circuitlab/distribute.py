@@ -23,7 +23,7 @@ from circuitlab.errors import (
     require_count,
     require_type,
 )
-from circuitlab.metrics import Metric
+from circuitlab.metrics import Metric, check_metric
 from circuitlab.prompts import Prompts
 from circuitlab.tables import EdgeTable
 
@@ -120,8 +120,7 @@ def sharded_scores(
     _check_shards(prompts, shards, value)
     remedy = "give a model's name or folder, or a ModelSpec"
     require_type("model_not_a_spec", "model", model, str | ModelSpec, remedy)
-    remedy = "write kl(), logit_diff(), …"
-    require_type("metric_invalid", "metric", metric, Metric, remedy)
+    check_metric(metric)
     metric_named(metric.name)
     spec = ModelSpec(model) if isinstance(model, str) else model
     parts = [

@@ -28,6 +28,8 @@ STALE = 3600.0
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# No such folder and none can be made, as below /proc; or its name can't be one.
+_NOWHERE = (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ def _typed(error: OSError, path: str, writing: bool) -> StoreError | None:
             path=path,
             reason=reason,
         )
-    if error.errno in _DENIED and writing:
+    if error.errno in (*_DENIED, *_NOWHERE) and writing:
         return StoreError(
             "store_not_writable",
             f"{path} can't be written ({os.strerror(error.errno or 0)}); use another "

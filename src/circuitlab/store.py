@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pyarrow as pa
 
 from circuitlab.database import Database, Held
 from circuitlab.errors import ArgumentError, StoreError
-from circuitlab.folders import LocalFolder, RemoteFolder, os_errors
+from circuitlab.folders import TEMPORARY, LocalFolder, RemoteFolder, os_errors
 from circuitlab.folding import Folded, fold_spool
 from circuitlab.migrations import Migration, migrate, migrations, views
 from circuitlab.overlay import lay_over
@@ -128,6 +129,16 @@ class Store:
         if waiting >= FOLD_ALWAYS or (waiting >= FOLD_AT and rested):
             self._try_to_fold(FOLD_SECONDS)
         return record.run_id
+
+    def require_writable(self) -> None:
+        """Raise now what a save would raise later, where the store can't be used.
+
+        For who computes for long before the first save. Raises as `save` does.
+        """
+        self._probe()
+        name = f"{TEMPORARY}{uuid.uuid4().hex}"
+        self.spool.folder.put_file(name, b"")
+        self.spool.folder.drop(name)
 
     def save_prompts(self, prompts: Any) -> str:
         """Save a set of prompts; returns its digest, which runs refer to."""

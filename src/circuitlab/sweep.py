@@ -1,19 +1,17 @@
 """Sweeps: models × revisions × tasks × methods × seeds, planned, resumable, recorded.
 
-A sweep is a value, usually read from TOML. Its plan is a list of cells; each cell finds
-circuits on some prompts, at every size or threshold, and evaluates them on others. Cells
-run on an engine; the driver saves what they return. A file beside the store records each
-finished cell, so that a sweep that was killed goes on where it was, and ACDC cells go on
-from their last decision.
+A sweep is a value, usually read from TOML (`sweep_plan`). Its plan is a list of cells;
+each cell finds circuits on some prompts, at every size or threshold, and evaluates them
+on others. Cells run on an engine; the driver saves what they return. A file beside the
+store records each finished cell, so that a sweep that was killed goes on where it was,
+and ACDC cells go on from their last decision.
 """
 
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,158 +19,27 @@ import pyarrow as pa
 
 from circuitlab import tasks
 from circuitlab.checkpoint import Checkpoint
-from circuitlab.distribute import METRICS, ModelSpec, metric_named, worker_model
+from circuitlab.distribute import ModelSpec, metric_named, worker_model
 from circuitlab.engines import RETRIES, Engine, Outcome, Serial
-from circuitlab.errors import ArgumentError, DataError
+from circuitlab.errors import ArgumentError, DataError, StoreError
 from circuitlab.prompts import Prompts
 from circuitlab.store import Store
-from circuitlab.sweep_cells import METHODS, CellWork, find_circuits, passes_of
+from circuitlab.sweep_cells import CellWork, find_circuits, passes_of
+from circuitlab.sweep_plan import Cell as Cell
+from circuitlab.sweep_plan import Sweep as Sweep
+from circuitlab.sweep_plan import content_of, is_file, require_prompts
 from circuitlab.sweep_summary import SUMMARY, Summary
-from circuitlab.tables import digest
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What to compute. Lists are multiplied; everything else holds for all cells.
-
-    `methods` are names from `METHODS`. Scores are cut at every one of `sizes` (numbers
-    of edges, or fractions of all edges below 1); `acdc` and `hierarchical_acdc` run at
-    every one of `thresholds` (in nats, or in `acdc_metric`'s units), `edge_mask` at
-    every one of `sparsities`. `n` prompts are scored and `held` others evaluate. A task
-    is a task's name or a prompt file. Raises ArgumentError `sweep_invalid`.
-    """
-
-    name: str
-    models: tuple[str, ...]
-    tasks: tuple[str, ...]
-    methods: tuple[str, ...] = ("eap_ig",)
-    seeds: tuple[int, ...] = (0,)
-    revisions: tuple[str | None, ...] = (None,)
-    sizes: tuple[float, ...] = (0.01, 0.05, 0.2)
-    thresholds: tuple[float, ...] = (0.01,)
-    sparsities: tuple[float, ...] = (1.0,)
-    n: int = 32
-    held: int = 16
-    metric: str = "logit_diff"
-    acdc_metric: str = "kl"
-    ablation: str = "patch"
-    steps: int = 5
-    fraction: float = 0.1
-    rank: str = "magnitude"
-    dtype: str | None = None
-    device: str | None = None
-
-    def __post_init__(self):
-        lists = ("models", "tasks", "methods", "seeds", "revisions")
-        for name in (*lists, "sizes", "thresholds", "sparsities"):
-            value = getattr(self, name)
-            value = value if isinstance(value, list | tuple) else [value]
-            object.__setattr__(self, name, tuple(value))
-        spelled = tuple(m.replace("-", "_") for m in self.methods)
-        object.__setattr__(self, "methods", spelled)
-        for name in lists:
-            if not getattr(self, name):
-                raise _invalid(name, "is empty; give at least one", ())
-        for name, found, known in (
-            ("methods", self.methods, METHODS),
-            ("metric", (self.metric,), METRICS),
-            ("acdc_metric", (self.acdc_metric,), METRICS),
-        ):
-            wrong = [value for value in found if value not in known]
-            if wrong:
-                raise _invalid(name, f"has {wrong[0]!r}; write of {known}", wrong)
-        for name in ("n", "held"):
-            if getattr(self, name) < 1:
-                raise _invalid(name, "is below 1", getattr(self, name))
-
-    @staticmethod
-    def from_toml(path: str | Path) -> Sweep:
-        """Read a sweep's fields from a TOML file; `name` defaults to the file's.
-
-        Raises DataError `sweep_unreadable`, ArgumentError `sweep_invalid`.
-        """
-        path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise DataError(
-                "sweep_unreadable",
-                f"{path} can't be read as TOML: {error}",
-                path=str(path),
-            ) from error
-        values = {"name": path.stem, **values}
-        known = set(Sweep.__dataclass_fields__)
-        for name in values:
-            if name not in known:
-                raise _invalid(name, f"is no field; there are {sorted(known)}", name)
-        for name in ("models", "tasks"):
-            if name not in values:
-                raise _invalid(name, "is missing", None)
-        return Sweep(**values)
-
-    def cells(self) -> tuple[Cell, ...]:
-        """The plan, model by model, so that a worker loads each as seldom as it can."""
-        return tuple(
-            Cell(self, *one)
-            for one in product(
-                self.models, self.revisions, self.tasks, self.seeds, self.methods
-            )
-        )
-
-    @property
-    def digest(self) -> str:
-        """Identifies what is computed; not on which device."""
-        return digest({**asdict(self), "device": None})[:16]
-
-
-def _invalid(name: str, why: str, value: object) -> ArgumentError:
-    return ArgumentError("sweep_invalid", f"{name} {why}", field=name, value=value)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One unit of a sweep's work. `state` is a folder for the cell's own checkpoint."""
-
-    sweep: Sweep
-    model: str
-    revision: str | None
-    task: str
-    seed: int
-    method: str
-    state: str | None = None
-
-    @property
-    def key(self) -> str:
-        """Identifies the cell within every sweep of the same settings."""
-        facts = self.facts()
-        shared = asdict(self.sweep)
-        lists = ("name", "models", "tasks", "methods", "seeds", "revisions", "device")
-        return digest({**facts, **{k: shared[k] for k in shared if k not in lists}})[
-            :16
-        ]
-
-    def facts(self) -> dict[str, Any]:
-        """What tells it from the other cells, as it stands in the summary."""
-        return {
-            "model": self.model,
-            "revision": self.revision,
-            "task": self.task,
-            "seed": self.seed,
-            "method": self.method,
-        }
-
-    def __str__(self) -> str:
-        parts = [self.model, self.revision, self.task, self.method, f"seed {self.seed}"]
-        return " · ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What a cell returns: things to save, and its rows of the summary."""
+    """What a cell returns: things to save, its rows of the summary, and the sizes that
+    its model is too small for."""
 
     things: tuple[Any, ...]
     rows: tuple[Mapping[str, Any], ...]
     seconds: float
+    left_out: tuple[float, ...] = ()
 
 
 def run_cell(cell: Cell) -> CellResult:
@@ -180,8 +47,7 @@ def run_cell(cell: Cell) -> CellResult:
     clock = time.perf_counter()
     sweep = cell.sweep
     model = worker_model(_spec(cell))
-    prompts = load_prompts(cell, model)
-    scored, held = prompts.split(min(sweep.n, len(prompts) - 1), seed=cell.seed)
+    scored, held = cell_prompts(cell, model)
     checkpoint = None
     if cell.state is not None:
         checkpoint = str(Path(cell.state) / f"{cell.key}.jsonl")
@@ -195,18 +61,35 @@ def run_cell(cell: Cell) -> CellResult:
         cell.seed,
         checkpoint,
     )
-    things, rows = find_circuits(cell.method, work)
+    found = find_circuits(cell.method, work)
     seconds = time.perf_counter() - clock
-    rows = [{**cell.facts(), **row, "seconds": seconds} for row in rows]
-    return CellResult(tuple(things), tuple(rows), seconds)
+    rows = [{**cell.facts(), **row, "seconds": seconds} for row in found.rows]
+    return CellResult(tuple(found.things), tuple(rows), seconds, tuple(found.left_out))
 
 
-def load_prompts(cell: Cell, model: Any) -> Prompts:
-    """A cell's prompts: of a task, or from a file."""
-    wanted = cell.sweep.n + cell.sweep.held
-    if Path(cell.task).suffix:
-        return Prompts.from_file(cell.task, model=model)[:wanted]
-    return tasks.by_name(cell.task)(n=wanted, seed=cell.seed, model=model)
+def cell_prompts(cell: Cell, model: Any) -> tuple[Prompts, Prompts]:
+    """The `n` prompts that a cell searches on, and the `held` that evaluate it.
+
+    The seed draws them: from a task, or among all rows of a file. Raises DataError
+    `prompts_too_few`, or `prompts_file_changed` for a file that was edited since the
+    sweep began.
+    """
+    sweep = cell.sweep
+    if is_file(cell.task):
+        if content_of(cell.task) != cell.content:
+            raise DataError(
+                "prompts_file_changed",
+                f"{cell.task} was changed since the sweep began; put it back, or give "
+                "the sweep another name",
+                value=cell.task,
+            )
+        found = Prompts.from_file(cell.task, model=model)
+    else:
+        wanted = sweep.n + sweep.held
+        found = tasks.by_name(cell.task)(n=wanted, seed=cell.seed, model=model)
+    require_prompts(cell.task, len(found), sweep)
+    scored, others = found.split(sweep.n, seed=cell.seed)
+    return scored, others[: sweep.held]
 
 
 def _spec(cell: Cell) -> ModelSpec:
@@ -228,12 +111,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A finished sweep: its summary, and the cells that failed, with their errors."""
+    """A finished sweep: its summary, and the cells that failed, with their errors.
+
+    `left_out` has a row for each cell whose model was too small for some sizes;
+    `resumed` counts the cells that were done before.
+    """
 
     summary: Summary
     failures: tuple[Mapping[str, Any], ...] = ()
     run_ids: tuple[str, ...] = ()
     resumed: int = 0
+    left_out: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass
@@ -243,7 +131,7 @@ class _Driver:
     sweep: Sweep
     store: Store
     log: Checkpoint
-    steps: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    done: dict[str, Mapping[str, Any]]
     failures: list[Mapping[str, Any]] = field(default_factory=list)
 
     def run(
@@ -253,16 +141,15 @@ class _Driver:
         retries: int,
         report: Callable[[Progress], None] | None,
     ) -> None:
-        began, total = time.perf_counter(), len(self.sweep.cells())
+        began, before = time.perf_counter(), len(self.done)
         for count, outcome in enumerate(engine.run(run_cell, cells, retries), 1):
             cell = cells[outcome.index]
             self._keep(cell, outcome)
             if report:
                 left = (time.perf_counter() - began) / count * (len(cells) - count)
-                done = total - len(cells) + count
-                report(
-                    Progress(done, total, len(self.failures), left, cell, outcome.error)
-                )
+                total, failed = before + len(cells), len(self.failures)
+                done = before + count
+                report(Progress(done, total, failed, left, cell, outcome.error))
 
     def _keep(self, cell: Cell, outcome: Outcome) -> None:
         step: dict[str, Any] = {"cell": cell.key, "attempts": outcome.attempts}
@@ -272,13 +159,26 @@ class _Driver:
                 self.store.tag(run_id, f"sweep:{self.sweep.name}")
             rows = [dict(row) for row in outcome.value.rows]
             step |= {"ok": True, "runs": ids, "rows": rows}
-            self.steps[cell.key] = step
+            step["left_out"] = list(outcome.value.left_out)
+            self.done[cell.key] = step
         else:
             failure = {**cell.facts(), "error": outcome.error, "code": outcome.code}
             step |= {"ok": False, **failure}
             self.failures.append({**failure, "attempts": outcome.attempts})
         # After the saves: a kill in between repeats a cell, and saving it is a no-op.
         self.log.append(step)
+
+    def result(self, cells: Sequence[Cell], resumed: int) -> SweepResult:
+        found = [(c, self.done[c.key]) for c in cells if c.key in self.done]
+        rows = [row for _, step in found for row in step["rows"]]
+        summary = Summary(pa.Table.from_pylist(rows, schema=SUMMARY), self.sweep.name)
+        run_ids = tuple(run_id for _, step in found for run_id in step["runs"])
+        left_out = tuple(
+            {**cell.facts(), "sizes": step["left_out"]}
+            for cell, step in found
+            if step["left_out"]
+        )
+        return SweepResult(summary, tuple(self.failures), run_ids, resumed, left_out)
 
 
 def run_sweep(
@@ -295,34 +195,65 @@ def run_sweep(
     Every run is saved in `store` and tagged `sweep:<name>`. `folder` (beside the store
     by default) holds the steps, ACDC's checkpoints, `summary.csv` and `summary.svg`. A
     cell that fails is tried `retries` times more, then recorded; it is tried again the
-    next time. `engine` None is `Serial()`.
+    next time, and so is a cell whose runs this store doesn't have. `engine` None is
+    `Serial()`.
 
-    Raises DataError `checkpoint_mismatch` for a folder of another sweep of that name;
-    else as `Sweep` does.
+    Raises DataError `checkpoint_mismatch` for a folder of another sweep of that name, or
+    for prompt files that were edited, `checkpoint_held` while another process runs the
+    sweep, `checkpoint_unusable`; StoreError for a store that can't be used, before
+    anything is computed; else as `Sweep` and `Sweep.cells` do.
     """
     sweep = sweep if isinstance(sweep, Sweep) else Sweep.from_toml(sweep)
     store = store if isinstance(store, Store) else Store(store)
-    place = Path(folder) if folder else _beside(store, sweep)
-    head = {"schema": "circuitlab_sweep_v1", "name": sweep.name, "sweep": sweep.digest}
-    log = Checkpoint(place / "steps.jsonl", head)
-    driver = _Driver(sweep, store, log)
-    driver.steps |= {step["cell"]: step for step in log.steps if step["ok"]}
-    resumed = len(driver.steps)
-    state = str(place / "acdc")
-    left = [
-        replace(cell, state=state)
-        for cell in sweep.cells()
-        if cell.key not in driver.steps
-    ]
-    if left:
-        driver.run(left, engine or Serial(), retries, report)
-    found = [driver.steps[c.key] for c in sweep.cells() if c.key in driver.steps]
-    rows = [row for step in found for row in step["rows"]]
-    summary = Summary(pa.Table.from_pylist(rows, schema=SUMMARY), sweep.name)
-    summary.write(place)
-    run_ids = tuple(run_id for step in found for run_id in step["runs"])
-    store.close()
-    return SweepResult(summary, tuple(driver.failures), run_ids, resumed)
+    cells = sweep.cells()
+    store.require_writable()
+    place = _beside(store, sweep) if folder is None else Path(folder)
+    head = {"schema": "circuitlab_sweep_v2", "name": sweep.name}
+    files = {cell.task: cell.content for cell in cells if cell.content}
+    head |= {"sweep": sweep.digest, "files": files}
+    with store, Checkpoint.opened(place / "steps.jsonl", head, _is_step) as log:
+        done = _done(cells, log.steps, store)
+        resumed = len(done)
+        driver = _Driver(sweep, store, log, done)
+        state = str(place / "acdc")
+        left = [replace(cell, state=state) for cell in cells if cell.key not in done]
+        if left:
+            engine = Serial() if engine is None else engine
+            driver.run(left, engine, retries, report)
+        result = driver.result(cells, resumed)
+        result.summary.write(place)
+    return result
+
+
+def _is_step(value: Any) -> bool:
+    """One cell's outcome: what was saved and the summary's rows, or an error."""
+    if not isinstance(value, dict) or not isinstance(value.get("cell"), str):
+        return False
+    if value.get("ok") is not True:
+        return value.get("ok") is False
+    lists = [value.get(name) for name in ("runs", "rows", "left_out")]
+    return all(isinstance(one, list) for one in lists)
+
+
+def _done(
+    cells: Sequence[Cell], steps: Sequence[Mapping[str, Any]], store: Store
+) -> dict[str, Mapping[str, Any]]:
+    """The last good step of each cell whose runs are all in the store."""
+    keys = {cell.key for cell in cells}
+    good = {step["cell"]: step for step in steps if step["ok"]}
+    wanted = [run_id for step in good.values() for run_id in step["runs"]]
+    query = "select run_id from v_run where list_contains($ids, run_id)"
+    there: set[str] = set()
+    try:
+        there |= set(store.sql(query, {"ids": wanted})["run_id"].to_pylist())
+    except StoreError as error:
+        if error.code != "store_missing":
+            raise
+    return {
+        key: step
+        for key, step in good.items()
+        if key in keys and there.issuperset(step["runs"])
+    }
 
 
 def _beside(store: Store, sweep: Sweep) -> Path:
@@ -370,8 +301,8 @@ def _groups(sweep: Sweep) -> Iterator[list[Cell]]:
 
 def _estimated(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     model = worker_model(_spec(cells[0]))
-    prompts = load_prompts(cells[0], model)
-    rows = [list(row) for row in prompts.clean[: cells[0].sweep.n]]
+    prompts, _ = cell_prompts(cells[0], model)
+    rows = [list(row) for row in prompts.clean]
     batch = model.batch(rows)
     model.run(batch, positions=batch.last)
     clock = time.perf_counter()

@@ -17,10 +17,12 @@ from circuitlab.backends import Backend
 from circuitlab.circuits import Circuit, top_fraction, top_k
 from circuitlab.edge_mask import Training, train_gates
 from circuitlab.edges import EAP, EAPIG, CleanCorrupted, edge_scores
+from circuitlab.errors import ArgumentError
 from circuitlab.evaluate import Entry, EvalPlan
 from circuitlab.exact import exact_effects
 from circuitlab.metrics import Metric
 from circuitlab.prompts import Prompts
+from circuitlab.ranking import rank_edges
 from circuitlab.tables import EdgeTable, Run
 
 
@@ -59,10 +61,23 @@ class CellWork:
 
 @dataclass(frozen=True)
 class Found:
-    """Circuits with the setting each was found at, and the tables behind them."""
+    """Circuits with the setting each was found at, and the tables behind them.
+
+    `left_out` are sizes that the model is too small for.
+    """
 
     tables: Sequence[EdgeTable]
     circuits: Sequence[tuple[str, float, Circuit]]
+    left_out: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a method found: things to save, the summary's rows, and what was left out."""
+
+    things: Sequence[Any]
+    rows: Sequence[dict[str, Any]]
+    left_out: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -75,20 +90,37 @@ class CellEvaluation:
 
 
 def _cut(work: CellWork, table: EdgeTable) -> Found:
-    """The circuits that a score table gives at every size."""
+    """The circuits that a score table gives at every size that it has edges for."""
     rank: Any = work.settings.rank
+    most = len(rank_edges(table, rank=rank).rows)
+    fitting = [size for size in work.settings.sizes if size <= most]
     circuits = []
-    for size in work.settings.sizes:
+    for size in fitting:
         if size < 1:
             circuit = top_fraction(table, size, rank=rank)
         else:
             circuit = top_k(table, int(size), rank=rank)
         circuits.append(("size", float(size), circuit))
-    return Found([table], circuits)
+    left_out = [size for size in work.settings.sizes if size > most]
+    return Found([table], circuits, left_out)
+
+
+def _require_a_size(work: CellWork) -> None:
+    """Before scoring: refuse a model that has fewer edges than every size."""
+    sizes, most = work.settings.sizes, work.model.shape.n_edges
+    if min(sizes) > most:
+        raise ArgumentError(
+            "size_out_of_range",
+            f"the model has {most:,} edges, fewer than every size; give a smaller size, "
+            "or a fraction",
+            value=list(sizes),
+            expected=most,
+        )
 
 
 def _scored(method: Callable[[CellWork], Any]) -> Callable[[CellWork], Found]:
     def find(work: CellWork) -> Found:
+        _require_a_size(work)
         table = edge_scores(
             work.model,
             work.scored,
@@ -102,6 +134,7 @@ def _scored(method: Callable[[CellWork], Any]) -> Callable[[CellWork], Found]:
 
 
 def _exact(work: CellWork) -> Found:
+    _require_a_size(work)
     table = exact_effects(
         work.model,
         work.scored,
@@ -170,12 +203,14 @@ METHODS = tuple(_FINDERS)
 """The methods that a sweep can name."""
 
 
-def find_circuits(
-    method: str, work: CellWork
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Find a method's circuits and evaluate them on the held-out prompts; return what to
-    save (tables, circuits, evaluations) and the rows of the summary."""
+def find_circuits(method: str, work: CellWork) -> Evaluated:
+    """Find a method's circuits and evaluate them on the held-out prompts.
+
+    Raises ArgumentError `size_out_of_range`, and what the method and `evaluate` raise.
+    """
     found = _FINDERS[method](work)
+    if not found.circuits:
+        return Evaluated(found.tables, [], found.left_out)
     entries = [
         Entry(circuit, "circuit", _rank(setting, work), _asked(circuit))
         for setting, _, circuit in found.circuits
@@ -200,7 +235,7 @@ def find_circuits(
         )
     ]
     circuits = [circuit for _, _, circuit in found.circuits]
-    return [*found.tables, *circuits, evaluation], lines
+    return Evaluated([*found.tables, *circuits, evaluation], lines, found.left_out)
 
 
 def _rank(setting: str, work: CellWork) -> str | None:
@@ -216,9 +251,9 @@ def passes_of(method: str, settings: Settings, n_edges: int) -> float:
 
     A backward to activations counts as two forwards with what is scored from it.
     """
-    circuits = {"edge_mask": settings.sparsities, "acdc": settings.thresholds}
-    circuits["hierarchical_acdc"] = settings.thresholds
-    count = len(circuits.get(method, settings.sizes))
+    found_at = {"edge_mask": settings.sparsities, "acdc": settings.thresholds}
+    found_at["hierarchical_acdc"] = settings.thresholds
+    count = len(found_at.get(method, settings.sizes))
     integrated = 1 + 3 * settings.steps
     # From a receiver on, a pass is half a forward on the average.
     within = settings.fraction * n_edges / 2 * len(settings.thresholds)
