@@ -23,6 +23,7 @@ from families import FAMILIES, family_model, hf_model, token_prompts
 from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Patch
 from circuitlab.backends import load_model
+from circuitlab.circuit_pass import Chunk
 from circuitlab.circuit_run import run_circuits
 from circuitlab.edges import edge_scores
 from circuitlab.errors import ModelError
@@ -53,7 +54,7 @@ def derivative(model) -> np.ndarray:
     side = ablated_side(model, rows)
     positions = rows.clean.last
     logits = run_circuits(
-        model, rows.clean, side, gates.requires_grad_(), positions=positions
+        model, Chunk(rows.clean, side, positions), gates.requires_grad_()
     )
     metric = logit_diff()(logits[0], rows.clean).mean()
     (gradient,) = torch.autograd.grad(metric, [gates])

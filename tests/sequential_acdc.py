@@ -45,9 +45,7 @@ def sequential_acdc(
     def measure() -> float:
         found.calls += 1
         found.components += int(mask[1:].any(1).sum())
-        logits = run_circuits(
-            model, chunk.batch, chunk.side, [mask], positions=chunk.positions
-        )
+        logits = run_circuits(model, chunk, [mask])
         return float(metric(logits[0], chunk.batch).double().mean())
 
     coupled = heads_are_coupled(model)

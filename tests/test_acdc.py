@@ -72,10 +72,7 @@ def test_a_state_gives_what_whole_passes_give(family, ablation):
     state = CircuitState(model, chunk, mask, wiring)
 
     def whole(masks):
-        found = [
-            run_circuits(model, chunk.batch, chunk.side, [m], positions=chunk.positions)
-            for m in masks
-        ]
+        found = [run_circuits(model, chunk, [m]) for m in masks]
         return torch.cat(found)
 
     torch.testing.assert_close(state.logits, whole([mask]), rtol=0, atol=1e-12)

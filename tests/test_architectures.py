@@ -20,6 +20,7 @@ from torch import Tensor
 from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Patch, Zero
 from circuitlab.backends import Site, Tap, load_model
+from circuitlab.circuit_pass import Chunk
 from circuitlab.circuit_run import run_circuits
 from circuitlab.circuits import Circuit
 from circuitlab.edges import EAP, EAPIG, edge_scores
@@ -92,7 +93,7 @@ def gate_gradients(model, prompts, gates: Tensor) -> tuple[np.ndarray, Tensor]:
     source = AblationSource(model, prompts, Patch(), logit_diff())
     rows = source.rows(slice(0, len(prompts)))
     side = ablated_side(model, rows)
-    logits = run_circuits(model, rows.clean, side, gates, positions=rows.clean.last)
+    logits = run_circuits(model, Chunk(rows.clean, side, rows.clean.last), gates)
     metric = logit_diff()(logits[0], rows.clean).mean()
     (gradient,) = torch.autograd.grad(metric, [gates])
     return gradient[0].numpy(), metric.detach()
@@ -119,7 +120,7 @@ def test_eap_equals_finite_differences(model, prompts):
     for i, (u, v) in enumerate(zip(senders, receivers, strict=True)):
         gates[2 * i, u, v], gates[2 * i + 1, u, v] = 1 - step, 1 + step
     with torch.no_grad():
-        logits = run_circuits(model, rows.clean, side, gates, positions=rows.clean.last)
+        logits = run_circuits(model, Chunk(rows.clean, side, rows.clean.last), gates)
     metric = torch.stack([logit_diff()(one, rows.clean).mean() for one in logits])
     slopes = (metric[0::2] - metric[1::2]) / (2 * step)
     assert close(table.scores[picks], slopes, 2e-2)

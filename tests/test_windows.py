@@ -11,6 +11,7 @@ import torch
 import circuitlab as cl
 from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import AblationSource, Mean, Patch, Resample, Zero
+from circuitlab.circuit_pass import Chunk
 from circuitlab.circuit_run import run_circuits
 from circuitlab.windows import Window, windows
 from circuitlab.wiring import Wiring
@@ -54,16 +55,18 @@ def test_the_windows_change_no_number(family, ablation):
     rows = rows_of(model, prompts((8, 6, 8, 6)), ablation)
     side, last = ablated_side(model, rows), rows.clean.last
     assert side.first == (3 if ablation == Patch() else 0)
-    whole = run_circuits(model, rows.clean, replace(side, first=0), masks(model))
-    some = run_circuits(model, rows.clean, side, masks(model))
+    whole = run_circuits(
+        model, Chunk(rows.clean, replace(side, first=0), None), masks(model)
+    )
+    some = run_circuits(model, Chunk(rows.clean, side, None), masks(model))
     real = rows.clean.mask
     torch.testing.assert_close(some[:, real], whole[:, real], rtol=0, atol=1e-11)
-    at_end = run_circuits(model, rows.clean, side, masks(model), positions=last)
+    at_end = run_circuits(model, Chunk(rows.clean, side, last), masks(model))
     expected = whole[:, torch.arange(len(last)), last]
     torch.testing.assert_close(at_end[:, :, 0], expected, rtol=0, atol=1e-11)
     for row, mask in enumerate(masks(model)):
         # Alone, a circuit reaches less than together with denser ones.
-        alone = run_circuits(model, rows.clean, side, [mask], positions=last)[0]
+        alone = run_circuits(model, Chunk(rows.clean, side, last), [mask])[0]
         torch.testing.assert_close(alone[:, 0], expected[row], rtol=0, atol=1e-11)
 
 
@@ -71,8 +74,10 @@ def test_positions_before_the_first_difference_can_be_unembedded():
     model = read_models.model("gpt2")
     rows = rows_of(model, prompts(), Patch())
     side, early = ablated_side(model, rows), torch.tensor([1, 2, 5])
-    found = run_circuits(model, rows.clean, side, masks(model), positions=early)
-    whole = run_circuits(model, rows.clean, replace(side, first=0), masks(model))
+    found = run_circuits(model, Chunk(rows.clean, side, early), masks(model))
+    whole = run_circuits(
+        model, Chunk(rows.clean, replace(side, first=0), None), masks(model)
+    )
     expected = whole[:, torch.arange(3), early]
     torch.testing.assert_close(found[:, :, 0], expected, rtol=0, atol=1e-11)
 
@@ -85,7 +90,7 @@ def test_pairs_that_are_alike_move_nowhere():
     side, last = ablated_side(model, rows), rows.clean.last
     assert side.first == rows.clean.tokens.shape[1] - 1
     plain = model.run(rows.clean, positions=last)
-    found = run_circuits(model, rows.clean, side, masks(model), positions=last)
+    found = run_circuits(model, Chunk(rows.clean, side, last), masks(model))
     torch.testing.assert_close(found, plain.expand_as(found), rtol=0, atol=1e-11)
 
 

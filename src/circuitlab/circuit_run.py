@@ -22,26 +22,21 @@ import torch
 from torch import Tensor
 
 from circuitlab.ablated_side import AblatedSide
-from circuitlab.backends import Backend, TokenBatch
+from circuitlab.backends import Backend
 from circuitlab.circuit_pass import Chunk, CircuitPass
 from circuitlab.windows import Windows, windows
 from circuitlab.wiring import Plan, Reach, wiring_of
 
 
 def run_circuits(
-    model: Backend,
-    batch: TokenBatch,
-    side: AblatedSide,
-    masks: Tensor | Sequence[np.ndarray],
-    *,
-    positions: Tensor | None = None,
+    model: Backend, chunk: Chunk, masks: Tensor | Sequence[np.ndarray]
 ) -> Tensor:
-    """Run K circuits on one chunk; logits `[circuit, example, …]`.
+    """Run K circuits on one chunk; logits `[circuit, example, pos, d_vocab]`, with one
+    position where the chunk has `positions`.
 
     `masks` bool (or gates, float, maybe requiring grad) `[circuit, sender, receiver]`.
-    `positions` int64 `[example]` unembeds one position: `[circuit, example, 1,
-    d_vocab]`; None gives `[circuit, example, pos, d_vocab]`. Where a gate is neither 0
-    nor 1 its edge carries `gate · current + (1 − gate) · ablated`.
+    Where a gate is neither 0 nor 1 its edge carries `gate · current + (1 − gate) ·
+    ablated`. A gate of exactly 0 is a cut edge, whose derivative may be missing.
     """
     gates = torch.as_tensor(np.stack(masks)) if not isinstance(masks, Tensor) else masks
     gates = gates.to(model.device)
@@ -51,10 +46,9 @@ def run_circuits(
     kept = np.asarray((gates.detach() != 0).any(0).cpu())
     wiring = wiring_of(model)
     plan = wiring.whole(kept)
-    # A gate that is shut has a derivative too, wherever it would lead.
-    leads = model.shape.edge_mask if grad else kept
-    reach = wiring.everywhere() if positions is None else wiring.reach(leads)
-    chunk, where = Chunk(batch, side, positions), windows(side.first, positions)
+    positions, side = chunk.positions, chunk.side
+    reach = wiring.everywhere() if positions is None else wiring.reach(kept)
+    where = windows(side.first, positions)
     with torch.set_grad_enabled(grad):
         weights = gates.to(model.dtype).transpose(1, 2)
         values = _Banks(side, where, reach, plan, weights)

@@ -240,9 +240,7 @@ def _train(
     losses = []
     for step in range(training.steps):
         chunk = chunks[step % len(chunks)]
-        logits = run_circuits(
-            model, chunk.batch, chunk.side, gates.draw(), positions=chunk.positions
-        )[0]
+        logits = run_circuits(model, chunk, gates.draw())[0]
         loss = sign * metric(logits, chunk.batch).mean()
         loss = loss + training.sparsity * gates.open_share()
         (gates.logits.grad,) = torch.autograd.grad(loss, [gates.logits])

@@ -26,6 +26,7 @@ from torch import Tensor
 from circuitlab.ablated_side import ablated_side
 from circuitlab.ablations import Ablation, AblationSource, Rows, as_ablation
 from circuitlab.backends import Backend, TokenBatch, as_backend
+from circuitlab.circuit_pass import Chunk
 from circuitlab.circuit_run import run_circuits
 from circuitlab.circuits import Circuit, check_circuits, top_k
 from circuitlab.errors import (
@@ -169,13 +170,13 @@ def _measure_rows(model: Backend, rows: Rows, metric: Metric, masks, at_once: in
     positions = batch.last if metric.positions == "last" else None
     full = model.run(batch, positions=positions)
     batch = with_clean_logits(batch, full, metric)
-    side = ablated_side(model, rows)
+    chunk = Chunk(batch, ablated_side(model, rows), positions)
     empty = np.zeros(model.shape.edge_mask.shape, dtype=bool)
-    ablated = run_circuits(model, batch, side, [empty], positions=positions)[0]
+    ablated = run_circuits(model, chunk, [empty])[0]
     found = []
     for start in range(0, len(masks), at_once):
         group = masks[start : start + at_once]
-        logits = run_circuits(model, batch, side, group, positions=positions)
+        logits = run_circuits(model, chunk, group)
         found += [_numbers(one, batch, metric) for one in logits]
     columns = [np.stack(column) for column in zip(*found, strict=True)]
     columns = columns or [np.zeros((0, len(batch)))] * 3
