@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import circuitlab as cl
+from circuitlab.ablations import Mean, Resample, describe
 from circuitlab.calibrate import (
     bootstrapped,
     calibrate,
@@ -21,6 +24,7 @@ from circuitlab.errors import CircuitlabError
 from circuitlab.exact import exact_effects
 from circuitlab.store import Store
 from circuitlab.tables import EVAL
+from tests.families import family_model, token_prompts
 from tests.test_exact import golden_model
 
 
@@ -142,3 +146,107 @@ def test_foreign_tables_are_refused(toy):
     with pytest.raises(CircuitlabError) as refused:
         calibrate(model, prompts, cl.logit_diff(), scores, exact=some)
     assert refused.value.code == "table_foreign"
+
+
+@pytest.fixture(scope="module")
+def small():
+    return family_model("gpt2"), token_prompts(5), token_prompts(4, seed=1)
+
+
+@pytest.mark.parametrize(
+    "ablation",
+    [
+        "zero",
+        Mean(),
+        Mean(positional=True),
+        Mean(token_prompts(5)),
+        Resample(seed=3),
+        Resample(token_prompts(5), seed=2),
+    ],
+)
+def test_the_ablation_is_the_scores(small, ablation: Any):
+    model, prompts, _ = small
+    metric = cl.logit_diff()
+    scores = cl.edge_scores(model, prompts, metric, ablation=ablation)
+    found = calibrate(model, prompts, metric, scores, top=4, random=4)
+    assert found.points is not None
+    names = found.points["edge"].to_pylist()
+    truth = exact_effects(model, prompts, metric, names, ablation=ablation)
+    assert found.exact is not None
+    assert found.exact.run.policy_digest == truth.run.policy_digest
+    assert found.points["exact"].to_pylist() == [truth[n].score for n in names]
+
+
+@pytest.mark.parametrize("kind", [Mean, Resample])
+def test_a_reference_that_a_table_has_no_prompts_of_is_asked_for(small, kind: Any):
+    model, prompts, others = small
+    metric, ablation = cl.logit_diff(), kind(others)
+    scores = cl.edge_scores(model, prompts, metric, ablation=ablation)
+    assert code_of(model, prompts, metric, scores) == "ablation_reference_needed"
+    found = calibrate(
+        model, prompts, metric, scores, top=3, random=3, ablation=ablation
+    )
+    assert found.exact is not None
+    assert found.run.policy["ablation"]["reference"] == others.digest
+    # Neither other prompts nor the same ones without their name will do.
+    for wrong in (kind(), kind(prompts), "patch"):
+        found = code_of(model, prompts, metric, scores, ablation=wrong)
+        assert found == "table_foreign"
+
+
+def test_exact_effects_of_something_else_are_refused(small):
+    model, prompts, others = small
+    metric = cl.logit_diff()
+    scores = cl.edge_scores(model, prompts, metric, ablation="mean")
+    wrong = {
+        "metric": exact_effects(model, prompts, cl.prob_diff(), ablation="mean"),
+        "reference": exact_effects(model, prompts, metric, ablation=Mean(others)),
+        "positions": exact_effects(model, prompts, metric, ablation="mean_positional"),
+        "dtype": exact_effects(
+            family_model("gpt2", torch.float32), prompts, metric, ablation="mean"
+        ),
+        "scores": scores,
+    }
+    for what, exact in wrong.items():
+        found = code_of(model, prompts, metric, scores, exact=exact)
+        assert found == "table_foreign", what
+    right = exact_effects(model, prompts, metric, ablation="mean")
+    found = calibrate(model, prompts, metric, scores, exact=right)
+    assert found.run.policy["ablation"] == describe(Mean())
+
+
+def test_scores_of_another_model_are_refused(small):
+    model, prompts, _ = small
+    scores = cl.edge_scores(model, prompts, cl.logit_diff())
+    same = family_model("gpt2", torch.float32)
+    with pytest.raises(CircuitlabError) as refused:
+        calibrate(same, prompts, cl.logit_diff(), scores)
+    assert refused.value.code == "table_foreign"
+    assert refused.value.fields["different"] == ["dtype", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("top_invalid", {"top": -1}),
+        ("top_invalid", {"top": 2.5}),
+        ("random_invalid", {"random": -1}),
+        ("random_invalid", {"random": "3"}),
+        ("calibration_empty", {"top": 0, "random": 0}),
+        ("seed_invalid", {"seed": -1}),
+        ("samples_invalid", {"samples": "many"}),
+        ("k_out_of_range", {"recall_of": 5}),
+        ("k_out_of_range", {"recall_of": [0]}),
+        ("edge_table_invalid", {"exact": "run"}),
+    ],
+)
+def test_what_can_not_be_counted_is_refused(small, code: str, options: dict[str, Any]):
+    model, prompts, _ = small
+    scores = cl.edge_scores(model, prompts, cl.logit_diff())
+    assert code_of(model, prompts, cl.logit_diff(), scores, **options) == code
+
+
+def code_of(*args: Any, **options: Any) -> str:
+    with pytest.raises(CircuitlabError) as refused:
+        calibrate(*args, **options)
+    return refused.value.code

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -390,6 +391,34 @@ def test_arguments_that_say_nothing_are_refused():
     assert top_k(k=3, by=table) == top_k(table, 3)
 
 
+TABLE = random_table(TOY)
+NAMES = ["input->m0"]
+WRONG: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = [
+    ("threshold_invalid", threshold, (TABLE, "a"), {}),
+    ("edges_invalid", top_k, (TABLE, 3), {"pins": "input->m0"}),
+    ("edges_invalid", top_k, (TABLE, 3), {"pins": 3}),
+    ("edge_name_invalid", top_k, (TABLE, 3), {"pins": [3]}),
+    ("where_invalid", top_k, (TABLE, 3), {"where": 3}),
+    ("k_out_of_range", greedy, (TABLE, "3"), {}),
+    ("fraction_out_of_range", cumulative_mass, (TABLE, "a"), {}),
+    ("edge_table_invalid", top_k, (NAMES, 1), {}),
+    ("edge_table_invalid", top_nodes, (top_k(TABLE, 9), 1), {}),
+    ("circuit_invalid", auroc, (TABLE, NAMES), {}),
+    ("circuit_invalid", prune, (NAMES,), {}),
+    ("circuit_invalid", overlap, (top_k(TABLE, 9), NAMES), {}),
+    ("universe_invalid", overlap, (top_k(TABLE, 9),) * 2, {"universe": TABLE}),
+    ("edges_invalid", Circuit.from_edges, (5,), {}),
+    ("edge_name_invalid", Circuit.from_edges, ([5],), {}),
+    ("edge_name_invalid", Circuit, (frozenset([5]),), {}),
+    ("circuit_text_invalid", Circuit.from_text, (Path("c.txt"),), {}),
+]
+
+
+@pytest.mark.parametrize(("code", "call", "given", "options"), WRONG)
+def test_arguments_of_the_wrong_kind_are_refused(code, call, given, options):
+    assert code_of(lambda: call(*given, **options)) == code
+
+
 def test_another_kind_of_table_gives_its_own_selection():
     class Sites:
         def select(self, request: Request) -> tuple[str, ...]:
@@ -580,6 +609,14 @@ def test_a_bare_list_of_edges_is_text_too():
     assert found.edges == {"input->m0", "m0->logits"}
 
 
+def test_a_name_that_a_person_wrote_needs_no_quotes():
+    assert Circuit.from_text("# name: my circuit\ninput->m0").name == "my circuit"
+    assert Circuit.from_text("# name: 5\ninput->m0").name == "5"
+    for shape in ("{}", "three layers", "[1]"):
+        text = f"# shape: {shape}\ninput->m0"
+        assert code_of(lambda t=text: Circuit.from_text(t)) == "circuit_text_invalid"
+
+
 def test_json_that_was_changed_is_refused():
     values = Circuit.from_edges(["input->m0"]).to_json()
     changed = {**values, "edges": ["input->m1"]}
@@ -588,6 +625,14 @@ def test_json_that_was_changed_is_refused():
     for key in ("shape", "run", "edges", "provenance"):
         broken = {**values, key: 3}
         assert code_of(lambda b=broken: Circuit.from_json(b)) == "circuit_json_invalid"
+        broken = {**values, key: "x"}
+        assert code_of(lambda b=broken: Circuit.from_json(b)) in (
+            "circuit_json_invalid",
+            "edge_name_invalid",
+        )
+    for nothing in (None, [], "{}"):
+        found = code_of(lambda n=nothing: Circuit.from_json(n))  # type: ignore[arg-type]
+        assert found == "circuit_json_invalid"
     newer = {**values, "schema": "circuitlab_circuit_v9"}
     assert code_of(lambda: Circuit.from_json(newer)) == "circuit_json_invalid"
 
@@ -645,6 +690,12 @@ def test_overlap_in_a_smaller_universe_leaves_the_rest_out():
     assert (seen.recall, seen.precision, seen.outside) == (1.0, 0.5, 1)
     assert seen.n_universe == 3
     assert seen.weighted_iou is None
+
+
+def test_an_empty_universe_is_not_the_whole_model():
+    found = Circuit.from_edges(["input->m0", "m0->logits"], TOY)
+    seen = overlap(found, found, universe=Circuit.from_edges([], TOY))
+    assert (seen.n_universe, seen.n_both, seen.outside) == (0, 0, 2)
 
 
 @settings(max_examples=30, deadline=None)

@@ -41,6 +41,41 @@ def test_exact_effects_judge_the_scores(lab: Lab):
     assert sum(row.status == "ok" for row in exact) == 10
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("calibrate", "abcdef", "--random", -1), "usage"),
+        (("calibrate", "abcdef", "--best", -1), "usage"),
+        (("calibrate", "abcdef", "--seed", -1), "usage"),
+        (("validate", "abcdef", "--knockouts", -1), "usage"),
+        (("validate", "abcdef", "--random", -1), "usage"),
+        (("evaluate", "abcdef", "--seed", -1), "usage"),
+        (("score", "embedded", "--seed", -1), "usage"),
+        (("mask", "embedded", "--gate-seed", -1), "training_invalid"),
+        (("mask", "embedded", "--batch-size", 0, "--n", 2), "batch_size_invalid"),
+        (("nodes", "embedded", "--batch-size", 0, "--n", 2), "batch_size_invalid"),
+        (("nodes", "embedded", "--method", "exact"), "method_unsupported"),
+        (
+            ("nodes", "embedded", "--method", "eap", "--metric", "kl"),
+            "metric_stationary_at_clean",
+        ),
+    ],
+)
+def test_numbers_and_names_that_can_not_be_used_are_refused(
+    lab: Lab, words: tuple[object, ...], code: str
+):
+    assert cli.run([*map(str, words), "--store", str(lab.store)]) == 2
+    assert lab.capsys.readouterr().err.startswith(f"error[{code}]: ")
+
+
+def test_nothing_to_check_is_no_calibration(lab: Lab):
+    run_id = lab("score", "embedded", "--n", 2, "--method", "eap")["run_id"]
+    words = ["calibrate", run_id, "--best", "0", "--random", "0"]
+    assert cli.run([*words, "--store", str(lab.store)]) == 2
+    assert lab.capsys.readouterr().err.startswith("error[calibration_empty]: ")
+    assert len(lab("runs")) == 1
+
+
 def test_validate_compares_the_circuit_with_its_complement_and_chance(lab: Lab):
     run_id = lab("score", "embedded", "--n", 8)["run_id"]
     circuit = lab("circuit", run_id, "--top-k", 60)["circuit_id"]

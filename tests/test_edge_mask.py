@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import circuitlab as cl
+from circuitlab.circuits import top_k
 from circuitlab.edge_mask import Gates, Training, edge_mask, train_gates
 from circuitlab.errors import CircuitlabError
 from circuitlab.evaluate import evaluate
@@ -89,8 +91,61 @@ def test_the_model_is_left_alone_and_bad_training_refused():
         {"rate": 0.0},
         {"start": 1.0},
         {"sparsity": -1.0},
+        {"sparsity": float("nan")},
+        {"steps": 2.5},
+        {"steps": "3"},
+        {"rate": "0.1"},
+        {"seed": -1},
     ]
     for wrong in bad:
         with pytest.raises(CircuitlabError) as refused:
             Training(**wrong)
         assert refused.value.code == "training_invalid"
+
+
+def test_provenance_is_that_of_a_selection():
+    model, prompts = read_models.model(), pairs()
+    start = top_k(cl.edge_scores(model, prompts, cl.logit_diff()), 30)
+    found, gates = train_gates(model, prompts, start=start, training=Training(steps=3))
+    told = json.loads(json.dumps(found.provenance))
+    selected = top_k(gates, len(found), rank="support", prune=False).provenance
+    # All that a selection says, of the same scores, but for how it was chosen.
+    assert selected.keys() - told.keys() == {"k"}
+    for key in selected.keys() - {"k", "selector", "text"}:
+        assert told[key] == selected[key], key
+    assert told["method"] == "edge_mask"
+    assert told["policy_digest"] == gates.run.policy_digest
+    assert told["target"]["name"] == "kl"
+    left_out = model.shape.n_edges - len(start)
+    assert told["excluded"] == {"unavailable": left_out}
+    assert (told["universe"], told["n"]) == (len(start), len(found))
+
+
+def test_equal_training_has_equal_gates_whatever_its_numbers_types():
+    plain = Training(steps=3, sparsity=2.0, seed=1)
+    typed = Training(steps=np.int64(3), sparsity=2, seed=np.int32(1))  # type: ignore[arg-type]
+    assert json.dumps(typed.to_json()) == json.dumps(plain.to_json())
+
+
+def test_an_empty_start_has_no_gates():
+    model, prompts = read_models.model(), pairs()
+    nothing = cl.Circuit.from_edges([], model.shape)
+    found = edge_mask(model, prompts, start=nothing, training=Training(steps=1))
+    assert (len(found), found.provenance["universe"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("batch_size_invalid", {"batch_size": 0}),
+        ("metric_invalid", {"metric": "kl"}),
+        ("training_invalid", {"training": {"steps": 3}}),
+        ("circuit_invalid", {"start": ["input->m0"]}),
+        ("prompts_invalid", {"prompts": "pairs.csv"}),
+    ],
+)
+def test_what_can_not_be_trained_is_refused(code: str, options: dict[str, Any]):
+    given: dict[str, Any] = {"prompts": pairs(), "training": Training(steps=1)}
+    with pytest.raises(CircuitlabError) as refused:
+        edge_mask(read_models.model(), **{**given, **options})
+    assert refused.value.code == code

@@ -384,6 +384,9 @@ def sum_of_trapezoids(values: list[float]) -> float:
         ("sizes_invalid", "MIB"),
         ("k_out_of_range", [10**6]),
         ("k_out_of_range", [-1]),
+        ("k_out_of_range", [1.5]),
+        ("k_out_of_range", ["a"]),
+        ("sizes_invalid", 5),
     ],
 )
 def test_impossible_sizes_are_refused(
@@ -392,6 +395,43 @@ def test_impossible_sizes_are_refused(
     with pytest.raises(ArgumentError) as caught:
         curve(gpt2, prompts, logit_diff(), scored, sizes=sizes)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("metric_invalid", {"metric": "logit_diff"}),
+        ("circuit_invalid", {"circuit": ["input->m0"]}),
+        ("prompts_invalid", {"prompts": "pairs.jsonl"}),
+        ("prompts_invalid", {"scored": "ioi"}),
+        ("ablation_unknown", {"ablation": 3}),
+        ("seed_invalid", {"seed": -1}),
+        ("samples_invalid", {"samples": 2.5}),
+        ("memory_budget_invalid", {"memory_budget": "1GB"}),
+        ("batch_size_invalid", {"batch_size": "3"}),
+        ("configs_per_pass_invalid", {"configs_per_pass": 0}),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(
+    gpt2: Backend, prompts: Prompts, scored, code: str, options: dict[str, Any]
+):
+    given: dict[str, Any] = {"prompts": prompts, "metric": logit_diff()}
+    given |= {"circuit": top_k(scored, 9), **options}
+    with pytest.raises(ArgumentError) as caught:
+        evaluate(gpt2, **given)
+    assert caught.value.code == code
+
+
+def test_curves_and_measurements_refuse_what_is_no_table_or_list(
+    gpt2: Backend, prompts: Prompts, scored
+):
+    circuit: Any = top_k(scored, 9)
+    with pytest.raises(ArgumentError) as caught:
+        curve(gpt2, prompts, logit_diff(), circuit)
+    assert caught.value.code == "edge_table_invalid"
+    with pytest.raises(ArgumentError) as caught:
+        measure(gpt2, prompts, logit_diff(), circuit)
+    assert caught.value.code == "circuit_invalid"
 
 
 def test_measuring_holds_no_graph_of_the_weights(gpt2: Backend, prompts: Prompts):

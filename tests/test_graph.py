@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -86,6 +87,15 @@ def test_a_circuit_without_scores_has_none():
     scored = component_graph(circuit, table_of(PLAIN))
     assert scored.edges["input", "m0"]["score"] == table_of(PLAIN)["input->m0"].score
     assert edge_names(scored) == ("input->m0", "m0->logits")
+
+
+def test_an_empty_table_of_scores_is_not_the_edges_own():
+    table = table_of(PLAIN)
+    nothing = replace(table, rows=table.rows[:0])
+    graph = component_graph(table, nothing)
+    assert edge_names(graph) == PLAIN.edge_names
+    assert graph.edges["input", "m0"]["score"] is None
+    assert component_graph(nothing).graph["run"] == table.run.params_digest
 
 
 @pytest.mark.parametrize(("shape", "whole"), [(PLAIN, 0), (GROUPED, 8), (JOINED, 4)])

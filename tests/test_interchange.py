@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -228,6 +229,10 @@ def test_what_eap_ig_cannot_hold_is_refused():
     assert code_of(lambda: eapig_text(plain, holes)) == "score_not_exportable"
     lost = table_of(PLAIN, status="unavailable")
     assert code_of(lambda: mib_text(plain, lost)) == "score_not_exportable"
+    # A table of some edges, or of none, is a table.
+    for some in (holes.rows[:3], holes.rows[:0]):
+        short = replace(table_of(PLAIN), rows=some)
+        assert code_of(lambda t=short: eapig_text(plain, t)) == "score_not_exportable"
 
 
 def test_unreachable_edges_are_zeros_in_eap_ig():

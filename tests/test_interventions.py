@@ -618,6 +618,15 @@ def test_a_verb_that_makes_no_sense_is_refused_when_it_is_made(expected: str):
     assert code(REFUSED[expected]) == expected
 
 
+def test_numbers_of_positions_and_heads_are_whole():
+    wrong: list[Any] = [5, [1.5], ["last"], [[0, 1.5]], [True]]
+    for rows in wrong:
+        assert code(lambda r=rows: PerExample(r)) == "positions_invalid"
+    wrong = [*wrong[1:3], 1.5, "all"]
+    for heads in wrong:
+        assert code(lambda h=heads: at_heads(h, scale(1.0))) == "heads_invalid"
+
+
 PASSES = {
     "edits_empty": {},
     "site_unknown": {"blocks.0.hook_mlp_outt": zero_ablate()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,8 @@ from families import family_model, token_prompts
 from circuitlab.backends import Tap
 from circuitlab.edges import edge_scores, scores_by_node
 from circuitlab.errors import ArgumentError
-from circuitlab.methods import EAP, EAPIG
-from circuitlab.metrics import logit_diff
+from circuitlab.methods import EAP, EAPIG, Exact
+from circuitlab.metrics import kl, logit_diff
 from circuitlab.nodes import node_scores
 from circuitlab.senders import collect
 
@@ -86,3 +88,24 @@ def test_paths_through_activations_are_refused():
             method=EAPIG(2, path="activations"),
         )
     assert caught.value.code == "method_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("metric_stationary_at_clean", {"metric": kl()}),
+        ("metric_invalid", {"metric": "kl"}),
+        ("method_unknown", {"method": "eap"}),
+        ("method_unsupported", {"method": Exact()}),
+        # Its correction is of edges, and would be left out without a word.
+        ("method_unsupported", {"method": EAP(qk_correction=True)}),
+        ("batch_size_invalid", {"batch_size": 0}),
+        ("memory_budget_invalid", {"memory_budget": "1GB"}),
+        ("prompts_invalid", {"prompts": None}),
+    ],
+)
+def test_what_can_not_score_nodes_is_refused(code: str, options: dict[str, Any]):
+    given: dict[str, Any] = {"prompts": token_prompts(), "metric": logit_diff()}
+    with pytest.raises(ArgumentError) as caught:
+        node_scores(family_model("gpt2"), **{**given, **options})
+    assert caught.value.code == code

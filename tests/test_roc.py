@@ -50,3 +50,22 @@ def test_refusals():
     with pytest.raises(CircuitlabError) as refused:
         roc([loose], loose)
     assert refused.value.code == "universe_unknown"
+    for wrong in (KNOWN, ["input->m0"], 3):
+        with pytest.raises(CircuitlabError) as refused:
+            roc(wrong, KNOWN)  # type: ignore[arg-type]
+        assert refused.value.code == "circuit_invalid"
+    with pytest.raises(CircuitlabError) as refused:
+        roc([KNOWN], KNOWN, universe=["input->m0"])  # type: ignore[arg-type]
+    assert refused.value.code == "universe_invalid"
+
+
+def test_an_empty_universe_is_not_the_whole_model():
+    nothing = cl.Circuit.from_edges([], SHAPE)
+    with pytest.raises(CircuitlabError) as refused:
+        roc([KNOWN], KNOWN, universe=nothing)
+    assert refused.value.code == "known_circuit_empty"
+
+
+def test_any_circuit_with_a_shape_says_which_edges_there_are():
+    loose = cl.Circuit.from_edges(KNOWN.edges)
+    assert roc([loose, KNOWN], loose).n_universe == SHAPE.n_edges

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -176,3 +178,24 @@ def test_refusals():
     with pytest.raises(CircuitlabError) as refused:
         validate(model, same, cl.logit_diff(), circuit)
     assert refused.value.code == "faithfulness_undefined"
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("knockouts_invalid", {"knockouts": -1}),
+        ("random_invalid", {"random": -1}),
+        ("random_invalid", {"random": 2.5}),
+        ("seed_invalid", {"seed": -1}),
+        ("samples_invalid", {"samples": "100"}),
+        ("circuit_invalid", {"circuit": ["m1->logits"]}),
+        ("metric_invalid", {"metric": "logit_diff"}),
+    ],
+)
+def test_arguments_that_can_not_be_used_are_refused(code: str, options: dict[str, Any]):
+    model, prompts = read_models.model(), pairs()
+    circuit = cl.Circuit.from_edges(["m1->logits"], model.shape)
+    given: dict[str, Any] = {"metric": cl.logit_diff(), "circuit": circuit, **options}
+    with pytest.raises(CircuitlabError) as refused:
+        validate(model, prompts, **given)
+    assert refused.value.code == code

@@ -72,6 +72,8 @@ def exact_effects(
     shape = model.shape
     asked = shape.edge_mask if edges is None else shape.mask_of(list(edges))
     source = AblationSource(model, prompts, as_ablation(ablation), metric)
+    code = "memory_budget_invalid"
+    memory_budget = require_count(code, "memory_budget", memory_budget)
     started, clock = now(), time.perf_counter()
     size = _chunk(model, prompts, memory_budget) if batch_size is None else batch_size
     size = require_count("batch_size_invalid", "batch_size", size)
