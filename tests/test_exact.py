@@ -116,6 +116,20 @@ def test_a_killed_run_goes_on(tmp_path):
     assert refused.value.code == "checkpoint_mismatch"
 
 
+@pytest.mark.parametrize(
+    "line", ['{"foo": 1}', "[1,2]", '{"start":0,"receiver":"x","senders":[]}', "{"]
+)
+def test_a_step_that_is_none_is_refused_and_left(tmp_path, line):
+    model, prompts, path = read_models.model(), pairs(2), tmp_path / "exact.jsonl"
+    exact_effects(model, prompts, cl.logit_diff(), ["input->m0"], checkpoint=path)
+    path.write_text(path.read_text() + line + "\n")
+    before = path.read_bytes()
+    with pytest.raises(CircuitlabError) as refused:
+        exact_effects(model, prompts, cl.logit_diff(), ["input->m0"], checkpoint=path)
+    assert refused.value.code == "checkpoint_corrupt"
+    assert path.read_bytes() == before
+
+
 def test_the_model_is_left_as_it_was():
     model: Any = read_models.model()
     prompts = pairs()
