@@ -235,6 +235,8 @@ def test_scores_of_another_model_are_refused(small):
         ("calibration_empty", {"top": 0, "random": 0}),
         ("seed_invalid", {"seed": -1}),
         ("samples_invalid", {"samples": "many"}),
+        ("batch_size_invalid", {"batch_size": 0}),
+        ("memory_budget_invalid", {"memory_budget": "1GB"}),
         ("k_out_of_range", {"recall_of": 5}),
         ("k_out_of_range", {"recall_of": [0]}),
         ("edge_table_invalid", {"exact": "run"}),

@@ -255,7 +255,7 @@ def calibrate(
     random: Annotated[
         int, typer.Option(min=0, help="How many of the others, drawn.")
     ] = 50,
-    seed: opt.Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the others.")] = 0,
     model: opt.Where = None,
     store: opt.Store = None,
     as_json: opt.Json = False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,19 +167,24 @@ def train_gates(
     table = _table(model.shape, chance, universe, run, metric)
     kept = np.zeros_like(universe)
     kept[universe] = gates.settled() > 0.5
-    edges = frozenset(model.shape.names_of(kept))
+    return _circuit(table, model.shape.names_of(kept), training), table
+
+
+def _circuit(table: EdgeTable, kept: Sequence[str], training: Training) -> Circuit:
+    """The circuit of the open gates, with the provenance of a selection by support."""
+    ranked = rank_edges(table, rank="support").provenance
     provenance = {
         "schema": SCHEMA,
-        **rank_edges(table, rank="support").provenance,
+        **ranked,
         "selector": "edge_mask",
         "text": f"edge_mask(sparsity={training.sparsity:g}, steps={training.steps})",
-        "universe": int(universe.sum()),
-        "selected": len(edges),
-        "n": len(edges),
+        "universe": ranked["rankable"],
+        "selected": len(kept),
+        "n": len(kept),
         "pruned": False,
-        **run.provenance,
+        **table.run.provenance,
     }
-    return Circuit(edges, model.shape, run, provenance), table
+    return Circuit(frozenset(kept), table.shape, table.run, provenance)
 
 
 class Gates:
