@@ -233,8 +233,8 @@ def test_a_shards_refusal_comes_through(folder):
         ("kl", folder, "metric_invalid"),
         (cl.kl(), read_models.model(), "model_not_a_spec"),
     ):
+        wrong: Any = (model, pairs(3), metric)
         with pytest.raises(CircuitlabError) as refused:
-            wrong: Any = (model, pairs(3), metric)
             sharded_scores(*wrong, shards=2, engine=Serial())
         assert refused.value.code == code
 
