@@ -42,7 +42,7 @@ LISTED = """
     payloads payload_json plans sweeps interventions
     targets frozen measure read_rows reads
     qk combining score_sum nodes exact edges evaluate validate calibrate edge_mask
-    acdc_trials acdc
+    acdc_trials acdc_search acdc
     EDGES
     engines distribute sweep_summary sweep_cells sweep_plan sweep
     cli_output cli_options cli_quiet cli_recipe cli_bench cli_score cli_circuit
