@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import data
 import pandas as pd
@@ -37,7 +38,7 @@ def run_table(runs: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     for column in ("scores", "eval_run"):
         if len(own):
             grouped = own.dropna(subset=["faithfulness"]).groupby(column)
-            by_run |= {key: part["faithfulness"].tolist() for key, part in grouped}
+            by_run |= {str(run): part["faithfulness"].tolist() for run, part in grouped}
     table["curve"] = [by_run.get(run, []) for run in table["run_id"]]
     table["faithfulness"] = [
         max(by_run.get(run, [float("nan")])) for run in table["run_id"]
@@ -59,7 +60,8 @@ def filtered(
         if values:
             keep &= table[column].isin(values)
     if tags:
-        keep &= table["tags"].map(lambda own: bool(set(own) & set(tags)))
+        tagged = [not set(tags).isdisjoint(own) for own in table["tags"]]
+        keep &= pd.Series(tagged, index=table.index, dtype=bool)
     if days is not None:
         saved = pd.to_datetime(table["saved_at"], utc=True)
         keep &= saved > now - datetime.timedelta(days=days)
@@ -87,7 +89,7 @@ def rows_of(table: pd.DataFrame, ids: Sequence[str]) -> list[int]:
     return [int(row) for row in table.index[table["run_id"].isin(ids)]]
 
 
-def run_columns() -> dict[str, object]:
+def run_columns() -> dict[str, Any]:
     """How the columns look."""
     config = st.column_config
     return {

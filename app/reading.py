@@ -19,13 +19,13 @@ AXES = ("site", "position", "head", "example")
 
 def with_places(rows: pd.DataFrame) -> pd.DataFrame:
     """ACT rows with `layer`, `what` (the site within its block), `head`, `example`."""
-    found = rows["site"].fillna("").map(lambda site: _BLOCK.fullmatch(site))
+    found = [_BLOCK.fullmatch(site) for site in rows["site"].fillna("")]
     layers = [int(m[1]) if m else -1 for m in found]
     whats = [m[2] if m else site for m, site in zip(found, rows["site"], strict=True)]
-    heads = [_head(element) for element in rows["element"]]
+    heads = pd.array([_head(element) for element in rows["element"]], dtype="Int64")
     return rows.assign(
         layer=layers, what=whats, head=heads, example=rows["sample_id"]
-    ).astype({"head": "Int64", "position": "Int64"})
+    ).astype({"position": "Int64"})
 
 
 def _head(element: object) -> int | None:

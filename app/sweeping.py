@@ -50,5 +50,5 @@ def _progress(log: Path) -> dict[str, object]:
 
 def tagged(rows: pd.DataFrame, runs: pd.DataFrame, sweep: str) -> pd.DataFrame:
     """The evaluations of one sweep: its runs have the tag `sweep:<name>`."""
-    mine = runs["tags"].map(lambda tags: f"sweep:{sweep}" in tags)
-    return rows[rows["eval_run"].isin(runs[mine]["run_id"])]
+    mine = [f"sweep:{sweep}" in tags for tags in runs["tags"]]
+    return rows[rows["eval_run"].isin(runs.loc[mine, "run_id"])]

@@ -119,7 +119,7 @@ def pick_run(
 
 def run_choice(runs: pd.DataFrame, label: str, key: str) -> str:
     """Choose any run; the choice lives in the URL. Returns the run id."""
-    ids = runs["run_id"].head(500).tolist()
+    ids: list[str] = runs["run_id"].head(500).tolist()
     rows = runs.set_index("run_id")
     rows["run_id"] = rows.index
     wanted = st.query_params.get(key, "")

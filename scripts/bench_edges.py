@@ -102,7 +102,9 @@ def first_block(hf: transformers.PreTrainedModel) -> torch.nn.Module:
 
 def body(case: Case, tokens: torch.Tensor) -> torch.Tensor:
     hidden = case.hf.base_model(tokens, use_cache=False).last_hidden_state
-    return case.hf.get_output_embeddings()(hidden[:, -1])
+    unembed = case.hf.get_output_embeddings()
+    assert unembed is not None
+    return unembed(hidden[:, -1])
 
 
 def forward(case: Case) -> None:
@@ -302,7 +304,7 @@ def build(which: str, folder: str | None) -> Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a model folder, measured as well")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)

@@ -77,7 +77,7 @@ def print_table(found: list[tuple]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("path", type=Path)
     parser.add_argument("--fix", action="store_true", help="write the circuits")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import streamlit as st
+from streamlit.components.v2 import component
 
 _HERE = Path(__file__).parent
 
@@ -19,7 +19,7 @@ def _text(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-_mount = st.components.v2.component(
+_mount = component(
     "circuit_view",
     html=_text("view.html"),
     css=_text("view.css"),
