@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import circuitlab as cl
+from circuitlab.ablations import AblationSource, Patch
+from circuitlab.circuit_run import run_circuits
+from circuitlab.circuit_state import prepare
 from circuitlab.circuits import top_k
 from circuitlab.edge_mask import Gates, Training, edge_mask, train_gates
 from circuitlab.errors import CircuitlabError
@@ -28,6 +31,22 @@ def test_gates_find_the_hand_weighted_circuit():
     assert len(found) <= len(hand.carries) + 2
     result = evaluate(model, hand.prompts, cl.logit_diff(), found)
     assert result.faithfulness == pytest.approx(1, abs=0.02)
+
+
+def test_gates_of_one_chunk_are_derived_again_and_again():
+    model, prompts = read_models.model(), pairs()
+    source = AblationSource(model, prompts, Patch(), cl.logit_diff())
+    chunk = prepare(model, source.rows(slice(0, len(prompts))), cl.logit_diff())
+    found = []
+    for _ in range(2):
+        gates = torch.ones(1, *model.shape.edge_mask.shape, dtype=model.dtype)
+        logits = run_circuits(model, chunk, gates.requires_grad_())
+        cl.logit_diff()(logits[0], chunk.batch).mean().backward()
+        found.append(gates.grad)
+    assert found[0] is not None
+    torch.testing.assert_close(*found)
+    for parameter in model.bridge.parameters():  # type: ignore[attr-defined]
+        parameter.grad = None
 
 
 def test_more_sparsity_keeps_fewer_edges_and_a_seed_repeats():

@@ -23,6 +23,8 @@ from circuitlab.edges import edge_scores
 from circuitlab.errors import ArgumentError, CircuitlabError, ModelError
 from circuitlab.metrics import logit_diff
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,25 +102,35 @@ loaded = cl.load_model(TransformersModel(sys.argv[1], dispatch=True, **options))
 folder = cl.load_model(sys.argv[1])
 assert loaded.tokenizer is tokenizer
 assert loaded.info.weights_digest == folder.info.weights_digest
-try:
-    cl.load_model(TransformersModel(sys.argv[1], dispatch=False, **options))
-except ModelError as error:
-    print(error.code)
+
+edited = NNsight(hf)
+with edited.edit(inplace=True):
+    edited.transformer.h[1].mlp.output[:] = 0
+for spec in (TransformersModel(sys.argv[1], dispatch=False, **options), edited):
+    try:
+        cl.load_model(spec)
+    except ModelError as error:
+        print(error.code)
+edited.clear_edits()
+cl.load_model(edited)
 """
 
 
 @pytest.mark.nnsight
-def test_a_model_that_nnsight_wraps_is_taken_out(folder: Path):
+def test_a_model_that_nnsight_wraps_is_taken_out(folder: Path, tmp_path: Path):
     pytest.importorskip("nnsight")
+    script = tmp_path / "loads.py"  # nnsight reads the source of its blocks
+    script.write_text(NNSIGHT)
     found = subprocess.run(
-        [sys.executable, "-c", NNSIGHT, str(folder)],
+        [sys.executable, str(script), str(folder)],
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-1] == "model_without_weights"
+    assert found.stdout.split()[-2:] == ["model_without_weights", "model_has_edits"]
 
 
 def test_one_model_however_it_was_loaded(folder: Path):

@@ -41,11 +41,13 @@ class AblatedSide:
     @cached_property
     def projections(self) -> dict[tuple[int, str], Tensor]:
         """Each port's output `[example, pos, head, d_head]` with every edge cut."""
-        return {
-            (layer, port): self._project(layer, port)
-            for layer in range(self.model.shape.n_layers)
-            for port in PORTS
-        }
+        # Many passes share these: none of them owns a graph to the weights.
+        with torch.no_grad():
+            return {
+                (layer, port): self._project(layer, port)
+                for layer in range(self.model.shape.n_layers)
+                for port in PORTS
+            }
 
     def _project(self, layer: int, port: str) -> Tensor:
         normed = self.model.norm(layer, "attention")(self.attention[layer])
@@ -55,6 +57,7 @@ class AblatedSide:
         return out if bias is None else out + bias
 
 
+@torch.no_grad()
 def ablated_side(model: Backend, rows: Rows) -> AblatedSide:
     """Sum a chunk's ablated senders into the streams."""
     values = rows.ablated or _zeros(model, rows.clean)

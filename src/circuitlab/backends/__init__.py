@@ -274,8 +274,8 @@ def load_model(
     grouped-query model into an equivalent multi-head one.
 
     Raises ModelError: `model_not_found`, `model_file_missing`, `model_unreadable`,
-    `model_without_weights`, `architecture_unsupported` (with the reason),
-    `model_probe_failed` (with numbers), `ungroup_unsupported`; ArgumentError `dtype_unknown`, `device_unavailable`.
+    `model_without_weights`, `model_has_edits`, `architecture_unsupported` (with the
+    reason), `model_probe_failed` (with numbers), `ungroup_unsupported`; ArgumentError `dtype_unknown`, `device_unavailable`.
     """
     from circuitlab.backends.loading import load
 

@@ -88,6 +88,13 @@ def _unwrapped(spec: Any, tokenizer: Any) -> tuple[Any, Any]:
             "this nnsight model has not loaded its weights; make it with dispatch=True",
             value=type(spec).__name__,
         )
+    if getattr(spec, "_edits", None):
+        raise ModelError(
+            "model_has_edits",
+            "this nnsight model carries edits of its own, which circuitlab would leave "
+            "out; call clear_edits() on it, and use circuitlab's interventions",
+            value=len(spec._edits),
+        )
     return module, tokenizer or getattr(spec, "tokenizer", None)
 
 
