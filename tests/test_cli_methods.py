@@ -239,7 +239,7 @@ def test_scores_are_compared_by_their_whole_ranking(lab: Lab):
 
 def test_what_can_not_be_compared(lab: Lab):
     run_id = lab("score", "embedded", *EAP)["run_id"]
-    known = circuit_of(lab)["circuit_id"]
+    known = circuit_of(lab)["run_id"]
     every = lab("circuit", run_id, "--top-fraction", 1, "--no-prune")["circuit_id"]
     assert refused(lab, "compare", run_id, known) == (3, "run_kind_wrong")
     assert refused(lab, "compare", every, known) == (2, "known_circuit_empty")
@@ -300,3 +300,72 @@ def test_prompts_that_two_runs_share_are_told(lab: Lab):
     lab.capsys.readouterr()
     assert cli.run(["combine", one, more, "--store", str(lab.store)]) == 0
     assert f"{N} prompts stand in more than one" in lab.capsys.readouterr().err
+
+
+# --- one circuit of several runs ---
+
+
+def said_of(lab: Lab, *words: object) -> tuple[int, str, str]:
+    """The exit code of a command, and what it said for people."""
+    lab.capsys.readouterr()
+    code = cli.run([*map(str, words), "--store", str(lab.store)])
+    printed = lab.capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_same_edges_of_two_computations_are_not_mixed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lab = Lab(tmp_path / "store.duckdb", capsys)
+    made = circuit_of(lab, 20)
+    circuit = made["circuit_id"]
+    before = lab("evaluate", circuit)
+    words = ("--start", circuit, "--threshold", 0, "--n", N)
+    (kept,) = lab("acdc", "embedded", *words)
+    assert kept["circuit_id"] == circuit
+    for command in (
+        ("evaluate", circuit),
+        ("validate", circuit),
+        ("compare", circuit, circuit),
+    ):
+        code, _, said = said_of(lab, *command)
+        assert (code, said.partition("[")[2].partition("]")[0]) == (3, "run_ambiguous")
+        assert f"{made['run_id']} (metric logit_diff" in said
+        assert f"{kept['run_id']} (metric kl" in said
+    assert lab("evaluate", made["run_id"]) == before
+    other = lab("evaluate", kept["run_id"])
+    assert (before["metric_name"], other["metric_name"]) == ("logit_diff", "kl")
+    # Where only the edges count, there is nothing to mix up.
+    lab("compare", circuit, made["run_id"])
+    lab("acdc", "embedded", *words)
+
+
+def test_circuits_of_one_run_are_one_and_so_are_repeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lab = Lab(tmp_path / "store.duckdb", capsys)
+    made = circuit_of(lab, 20)
+    edges = Store(lab.store).load(made["scores_run"])
+    again = lab("circuit", made["scores_run"], "--top-k", 20, "--name", "again")
+    assert again["run_id"] != made["run_id"]
+    file = tmp_path / "plain.csv"
+    lab("export", file, made["run_id"])
+    lab("import", file)
+    found = lab("evaluate", made["circuit_id"])
+    assert (found["dataset"], found["model"]) == ("ioi", edges.run.model.name)
+
+
+def test_an_evaluation_says_of_what_it_is(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    made = circuit_of(lab)
+    code, out, _ = said_of(lab, "circuit", run_id, "--top-k", 30)
+    assert (code, out.splitlines()[-1]) == (0, f"run {made['run_id']}")
+    for command in (
+        ("evaluate", made["run_id"]),
+        ("curve", run_id, "--sizes", "10,20"),
+        ("validate", made["run_id"], "--minimality", "none", "--knockouts", 0),
+    ):
+        code, out, _ = said_of(lab, *command)
+        first = out.splitlines()[0]
+        assert first.startswith("logit_diff of ")
+        assert first.endswith(f" on {N} prompts of ioi")

@@ -10,6 +10,8 @@ from circuitlab.cli_recipe import Recipe
 from circuitlab.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from circuitlab.backends import Backend
     from circuitlab.circuits import Circuit
     from circuitlab.cli_options import Measuring
@@ -49,18 +51,28 @@ def _kind(thing: Any) -> str:
     return f"a run of kind {run.kind}" if run else type(thing).__name__
 
 
-def load_circuit(store: Store, any_id: str) -> tuple[Circuit | EdgeTable, str]:
+def load_circuit(
+    store: Store, any_id: str, *, edges_only: bool = False
+) -> tuple[Circuit | EdgeTable, str]:
     """What an id names, with its run id: a circuit by its own id or by its run's, or a
-    run of edge scores. Raises StoreError `run_kind_wrong`, and as `load`."""
+    run of edge scores.
+
+    A circuit's own id says only which edges it has. Runs of other models, prompts or
+    methods may have given the same ones: then StoreError `run_ambiguous`, unless the
+    caller wants the `edges_only`. Raises StoreError `run_kind_wrong`, and as `load`.
+    """
     from circuitlab.circuits import Circuit
     from circuitlab.tables import EdgeTable
 
     try:
         run_id = store.resolve(any_id)
     except StoreError as error:
-        run_id = _by_circuit_id(store, any_id) if error.code == "run_unknown" else None
-        if run_id is None:
+        if error.code != "run_unknown":
             raise
+        runs = _by_circuit_id(store, any_id)
+        if not runs:
+            raise
+        run_id = runs[0] if edges_only else _of_one_origin(store, any_id, runs)
     found = store.load(run_id)
     if not isinstance(found, Circuit | EdgeTable):
         raise StoreError(
@@ -72,11 +84,11 @@ def load_circuit(store: Store, any_id: str) -> tuple[Circuit | EdgeTable, str]:
     return found, run_id
 
 
-def require_circuit(store: Store, any_id: str) -> Circuit:
-    """The circuit of that id. Raises StoreError `run_kind_wrong`, and as `load`."""
+def require_circuit(store: Store, any_id: str, *, edges_only: bool = False) -> Circuit:
+    """The circuit of that id. Raises as `load_circuit` does."""
     from circuitlab.circuits import Circuit
 
-    found, _ = load_circuit(store, any_id)
+    found, _ = load_circuit(store, any_id, edges_only=edges_only)
     if not isinstance(found, Circuit):
         raise StoreError(
             "run_kind_wrong",
@@ -88,12 +100,12 @@ def require_circuit(store: Store, any_id: str) -> Circuit:
     return found
 
 
-def _by_circuit_id(store: Store, prefix: str) -> str | None:
-    """The latest saved circuit with an id that begins so."""
+def _by_circuit_id(store: Store, prefix: str) -> list[str]:
+    """The saved circuits whose own id begins so, the latest first."""
     query = """
         select c.run_id, c.circuit_id from v_circuit c join v_run r using (run_id)
         where r.kind = 'circuit' and starts_with(c.circuit_id, ?)
-        order by r.saved_at desc
+        order by r.saved_at desc, c.run_id
     """
     rows = store.sql(query, [prefix]).to_pylist()
     ids = sorted({row["circuit_id"] for row in rows})
@@ -104,7 +116,58 @@ def _by_circuit_id(store: Store, prefix: str) -> str | None:
             value=prefix,
             expected=ids,
         )
-    return rows[0]["run_id"] if rows else None
+    return [row["run_id"] for row in rows]
+
+
+def _of_one_origin(store: Store, circuit_id: str, runs: Sequence[str]) -> str:
+    """The latest of saved circuits of the same edges; those that do not say which scores
+    chose them count only where none does. Raises StoreError `run_ambiguous` where
+    different computations chose them."""
+    latest: dict[str, tuple[str, Run]] = {}
+    for run_id in runs:
+        scores = store.load(run_id).run
+        if scores is not None:
+            latest.setdefault(scores.params_digest, (run_id, scores))
+    if len(latest) > 1:
+        found = list(latest.values())
+        told = _differing([origin(scores) for _, scores in found])
+        each = "; ".join(f"{found[i][0]} ({text})" for i, text in enumerate(told))
+        raise StoreError(
+            "run_ambiguous",
+            f"{len(found)} runs gave the edges of circuit {circuit_id}; give the run id of "
+            f"the one that you mean: {each}",
+            value=circuit_id,
+            expected=[run_id for run_id, _ in found],
+        )
+    return next((run_id for run_id, _ in latest.values()), runs[0])
+
+
+def origin(run: Run) -> dict[str, str]:
+    """What a circuit's scores were computed from, and how, as a person reads it."""
+    policy = run.policy
+    named = {key: (policy.get(key) or {}).get("name") for key in ("metric", "ablation")}
+    facts = {
+        "model": run.model.name,
+        "dataset": run.dataset,
+        "n": run.n,
+        **named,
+        "method": policy.get("method"),
+        "options": policy.get("method_options"),
+        "prompts": run.dataset_digest[:8],
+        "weights": run.model.weights_digest[:8],
+        "universe": str(policy.get("universe") or "all")[:8],
+        "policy": run.policy_digest[:8],
+    }
+    return {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Each as a text of what is not the same in all; digests only for want of names."""
+    names = [key for key in facts[0] if len({f.get(key) for f in facts}) > 1]
+    plain = [key for key in names if key not in ("prompts", "weights", "policy")]
+    return [
+        ", ".join(f"{key} {fact.get(key)}" for key in plain or names) for fact in facts
+    ]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
     from circuitlab.circuits import Circuit
-    from circuitlab.tables import EdgeTable
+    from circuitlab.evaluate import Curve, Evaluation
+    from circuitlab.tables import EdgeTable, Run
 
 EVAL_COLUMNS = (
     "circuit_id",
@@ -78,6 +79,7 @@ def circuit(
         print_table(("edge", "score", "stderr"), rows)
         say(describe(found))
         say(f"circuit {found.id}")
+        say(f"run {saved}")
 
 
 def _numbers(edges: EdgeTable, edge: str) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def evaluate(
         bench = Bench.of(circuit.run, measuring)
         result = bench.evaluate(circuit, measuring.ablation, run_id)
         saved = opened.save(result, prompts=bench.prompts)
-    print_evaluation(result.rows.to_pylist(), saved, as_json, as_csv)
+    print_evaluation(result, saved, as_json, as_csv)
 
 
 def _circuit_of(found: Circuit | EdgeTable, cut: opt.Cut) -> Circuit:
@@ -210,7 +212,7 @@ def curve(
                 scored=bench.scored, progress=advance,
             )  # fmt: skip
         saved = opened.save(found, prompts=bench.prompts)
-    print_evaluation(found.rows.to_pylist(), saved, as_json, as_csv)
+    print_evaluation(found, saved, as_json, as_csv)
     if wanted == "mib" and not (as_json or as_csv):
         say(f"CPR {found.cpr:.4f} (by support), CMD {found.cmd:.4f} (by magnitude)")
 
@@ -230,16 +232,15 @@ def parse_sizes(text: str | None) -> list[int] | None:
 
 
 def print_evaluation(
-    rows: list[dict[str, Any]], run_id: str, as_json: bool, as_csv: bool
+    found: Evaluation | Curve, run_id: str, as_json: bool, as_csv: bool
 ) -> None:
-    """EVAL rows, and where they were saved."""
+    """EVAL rows, of which model, metric and prompts they are, and where they were saved."""
+    rows, run = found.rows.to_pylist(), found.run
     if as_csv:
         print_csv(EVAL_COLUMNS, rows)
     elif as_json:
-        print_json(
-            {"run_id": run_id, **rows[0]} if len(rows) == 1
-            else {"run_id": run_id, "rows": rows}
-        )  # fmt: skip
+        facts = {"run_id": run_id, **measured(run)}
+        print_json({**facts, **rows[0]} if len(rows) == 1 else {**facts, "rows": rows})
     else:
         shown = [
             name for name in EVAL_COLUMNS if any(r[name] is not None for r in rows)
@@ -247,7 +248,27 @@ def print_evaluation(
         shown = [
             name for name in shown if name not in ("circuit_id", "ablation", "label")
         ]
+        say(heading(run))
         print_table(shown, rows)
         if len(rows) == 1:
             say(f"circuit {rows[0]['circuit_id']}")
         say(f"run {run_id}")
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """What an evaluation was of, as plain values; `metric` is the name of a number."""
+    policy = run.policy
+    return {
+        "model": run.model.name,
+        "dataset": run.dataset,
+        "metric_name": policy["metric"]["name"],
+    }
+
+
+def heading(run: Run) -> str:
+    """The model, metric and prompts of an evaluation, as a line."""
+    facts = measured(run)
+    return (
+        f"{facts['metric_name']} of {facts['model']} on {run.n} prompts of "
+        f"{facts['dataset']}"
+    )

@@ -80,7 +80,7 @@ def compare(
     with open_store(store) as opened:
         found = [load_circuit(opened, any_id)[0] for any_id in ids]
         truth = _known(opened, known, found)
-        among = require_circuit(opened, universe) if universe else None
+        among = require_circuit(opened, universe, edges_only=True) if universe else None
         curves = list(_curves(found, truth, among, wanted, rank))
         rows = [row for curve in curves for row in curve]
         saved = opened.save(_record(rows, found, truth, among))
@@ -109,7 +109,7 @@ def _known(store: Store, known: str, found: Sequence[Circuit | EdgeTable]) -> Ci
     if path.suffix.lower() in ENDINGS or path.is_file():
         truth = import_circuit(path, shape=shape).circuit
     else:
-        truth = require_circuit(store, known)
+        truth = require_circuit(store, known, edges_only=True)
     return truth if truth.shape else replace(truth, shape=shape)
 
 

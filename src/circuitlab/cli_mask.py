@@ -69,7 +69,7 @@ def mask(
     recipe.check_names(method=False)
     training = _training(steps, sparsity, rate, first, gate_seed)
     with open_store(store) as opened:
-        universe = require_circuit(opened, start) if start else None
+        universe = require_circuit(opened, start, edges_only=True) if start else None
         loaded = recipe.load_model()
         prompts = recipe.prompts(loaded)
         found = train(recipe, loaded, prompts, training, universe, batch_size)
@@ -79,6 +79,7 @@ def mask(
     else:
         say(describe(found[0]))
         say(f"circuit {facts['circuit_id']}")
+        say(f"run {facts['run_id']}")
         say(f"gates {facts['gates_run']}")
 
 

@@ -111,7 +111,7 @@ def _gates(store: Store, run: Run, recipe: Recipe) -> tuple[EdgeTable, str]:
 def _universe(store: Store, run: Run) -> Any:
     """The circuit inside which a search was made; None where it was the whole model."""
     named = run.policy["universe"]
-    return None if named == "all" else require_circuit(store, named)
+    return None if named == "all" else require_circuit(store, named, edges_only=True)
 
 
 def _compared(before: EdgeTable | NodeTable, after: EdgeTable | NodeTable) -> str:

@@ -84,7 +84,7 @@ def _edges_of(store: Store, circuit: str, recipe: Recipe) -> tuple[str, ...]:
             value=recipe.method,
             expected="exact",
         )
-    return require_circuit(store, circuit).ordered
+    return require_circuit(store, circuit, edges_only=True).ordered
 
 
 def score_and_save(

@@ -11,7 +11,7 @@ import typer
 
 from circuitlab import cli_options as opt
 from circuitlab.cli_bench import Bench, load_edges, open_store, require_circuit
-from circuitlab.cli_circuit import circuit_facts, describe
+from circuitlab.cli_circuit import circuit_facts, describe, heading, measured
 from circuitlab.cli_output import (
     print_csv,
     print_json,
@@ -92,7 +92,7 @@ def acdc(
     recipe.check_names(method=False)
     _check_universe(start, fraction)
     with open_store(store) as opened:
-        universe = require_circuit(opened, start) if start else None
+        universe = require_circuit(opened, start, edges_only=True) if start else None
         loaded = recipe.load_model()
         prompts = recipe.prompts(loaded)
         within: dict[str, Any] = {}
@@ -240,8 +240,9 @@ def validate(
     if as_csv:
         print_csv(found.rows.column_names, rows)
     elif as_json:
-        print_json({"run_id": saved, "rows": rows})
+        print_json({"run_id": saved, **measured(found.run), "rows": rows})
     else:
+        say(heading(found.run))
         print_table(VALIDATION_COLUMNS, rows, describe(circuit))
         say(f"run {saved}")
 

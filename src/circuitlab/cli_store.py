@@ -244,7 +244,7 @@ def import_(
         with opened:
             circuit = import_circuit(where, format=form).circuit
             saved = opened.save(circuit)
-        text = f"{len(circuit):,} edges\ncircuit {circuit.id}"
+        text = f"{len(circuit):,} edges\ncircuit {circuit.id}\nrun {saved}"
         _told([saved], text, as_json)
         return
     ids = opened.import_(where)
