@@ -706,3 +706,13 @@ def test_overlap_with_itself_is_whole_and_symmetric(circuit):
     assert seen.recall == seen.precision == (1.0 if circuit.edges else None)
     other = circuit.complement()
     assert overlap(circuit, other).iou == overlap(other, circuit).iou
+
+
+def test_overlap_refuses_models_of_different_shape():
+    found = Circuit.from_edges(["input->m0"], TOY)
+    other = Circuit.from_edges(["input->m0"], ModelShape(1, 2, 2, 8, 4, 11))
+    for arguments in ((found, other), (other, found)):
+        assert code_of(lambda a=arguments: overlap(*a)) == "circuit_shape_mismatch"
+    for universe in (other, other.shape):
+        refused = code_of(lambda u=universe: overlap(found, found, universe=u))
+        assert refused == "circuit_shape_mismatch"

@@ -12,8 +12,10 @@ import pytest
 import circuitlab as cl
 from circuitlab import cli
 from circuitlab.acdc import hierarchical_acdc
+from circuitlab.circuits import auroc
 from circuitlab.edges import edge_scores, scores_by_node
 from circuitlab.node_table import NodeTable
+from circuitlab.sites import ModelShape
 from circuitlab.store import Store
 from tests.test_cli_science import Lab
 
@@ -240,15 +242,63 @@ def test_scores_are_compared_by_their_whole_ranking(lab: Lab):
 def test_what_can_not_be_compared(lab: Lab):
     run_id = lab("score", "embedded", *EAP)["run_id"]
     known = circuit_of(lab)["run_id"]
-    every = lab("circuit", run_id, "--top-fraction", 1, "--no-prune")["circuit_id"]
     assert refused(lab, "compare", run_id, known) == (3, "run_kind_wrong")
-    assert refused(lab, "compare", every, known) == (2, "known_circuit_empty")
+    empty = lab("circuit", run_id, "--top-k", 0)["circuit_id"]
+    assert refused(lab, "compare", empty, known) == (2, "known_circuit_empty")
+    words = ("compare", known, known, "--universe")
+    assert refused(lab, *words, empty) == (2, "universe_empty")
     assert refused(lab, "compare", "no.json", known) == (2, "interchange_missing")
     assert refused(lab, "compare", known, run_id, "--sizes", "a") == (
         2,
         "sizes_invalid",
     )
+    assert "mib" not in said_of(lab, "compare", known, run_id, "--sizes", "mib")[2][40:]
     assert refused(lab, "compare", known) == (2, "usage")
+
+
+def test_what_is_compared_has_one_universe(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    known = lab("circuit", run_id, "--top-k", 40, "--no-prune")
+    some = lab("circuit", run_id, "--top-k", 60, "--no-prune", "--rank", "support")
+    words = ("score", "embedded", "--method", "exact", "--n", N, "--circuit")
+    exact = lab(*words, some["circuit_id"])["run_id"]
+    found = lab("compare", known["circuit_id"], exact, "--sizes", "15")
+    (row,), (curve,) = found["rows"], found["curves"]
+    edges = Store(lab.store).load(exact)
+    truth = Store(lab.store).load(known["run_id"])
+    inside = truth.edges & set(edges.rows["edge"].to_pylist())
+    assert (curve["n_universe"], curve["n_known"]) == (60, len(inside))
+    assert 0 < len(inside) < 40
+    assert curve["auc"] == auroc(edges, truth)
+    wrong = row["n_edges"] - row["n_both"]
+    assert row["false_positive_rate"] == wrong / (60 - len(inside))
+    assert row["true_positive_rate"] == row["n_both"] / len(inside)
+    assert row["outside"] == 40 - len(inside)
+
+
+def test_where_all_is_known_there_is_no_area(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    some = lab("circuit", run_id, "--top-k", 30, "--no-prune")
+    words = ("score", "embedded", "--method", "exact", "--n", N, "--circuit")
+    exact = lab(*words, some["circuit_id"])["run_id"]
+    known = lab("circuit", run_id, "--top-k", 40, "--no-prune")["run_id"]
+    found = lab("compare", known, exact, "--sizes", "10,30")
+    assert found["curves"][0]["auc"] is None
+    assert [row["true_positive_rate"] for row in found["rows"]] == [10 / 30, 1.0]
+    assert [row["precision"] for row in found["rows"]] == [1.0, 1.0]
+    assert [row["false_positive_rate"] for row in found["rows"]] == [None, None]
+    code, out, said = said_of(lab, "compare", known, exact)
+    assert (code, "no AUC of" in out, "no AUC of" in said) == (0, True, True)
+
+
+def test_models_of_different_shape_are_not_compared(lab: Lab):
+    run_id = lab("score", "embedded", *EAP)["run_id"]
+    shape = ModelShape(2, 2, 2, 8, 4, 11)
+    edges = ["input->m0", "m0->logits"]
+    other = Store(lab.store).save(cl.Circuit.from_edges(edges, shape))
+    own = circuit_of(lab)["run_id"]
+    for words in ((own, other), (other, run_id), (own, own, "--universe", other)):
+        assert refused(lab, "compare", *words) == (2, "circuit_shape_mismatch")
 
 
 # --- combining ---

@@ -6,7 +6,7 @@ import pytest
 
 import circuitlab as cl
 from circuitlab.errors import CircuitlabError
-from circuitlab.roc import roc
+from circuitlab.roc import compared, roc
 from circuitlab.sites import ModelShape
 
 SHAPE = ModelShape(2, 2, 2, 8, 4, 11)
@@ -69,3 +69,27 @@ def test_an_empty_universe_is_not_the_whole_model():
 def test_any_circuit_with_a_shape_says_which_edges_there_are():
     loose = cl.Circuit.from_edges(KNOWN.edges)
     assert roc([loose, KNOWN], loose).n_universe == SHAPE.n_edges
+
+
+def test_circuits_of_models_of_different_shape_are_refused():
+    other = cl.Circuit.from_edges(["input->m0"], ModelShape(1, 2, 2, 8, 4, 11))
+    wider = ModelShape(2, 2, 2, 16, 4, 50)  # the same edges
+    for circuits, known, universe in (
+        ([other], KNOWN, None),
+        ([KNOWN], other, None),
+        ([KNOWN], KNOWN, other),
+        ([KNOWN], KNOWN, other.shape),
+    ):
+        with pytest.raises(CircuitlabError) as refused:
+            roc(circuits, known, universe=universe)
+        assert refused.value.code == "circuit_shape_mismatch"
+    assert roc([cl.Circuit(KNOWN.edges, wider)], KNOWN).auc == 1.0
+
+
+def test_where_all_is_known_only_the_false_rate_and_the_area_are_missing():
+    part = cl.Circuit.from_edges(["input->m0"], SHAPE)
+    found = compared([part], KNOWN, universe=KNOWN)
+    (row,) = found.rows.to_pylist()
+    assert (row["precision"], row["true_positive_rate"]) == (1.0, 0.25)
+    assert found.auc is row["false_positive_rate"] is None
+    assert "no AUC" in found._repr_html_()

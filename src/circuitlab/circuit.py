@@ -123,7 +123,7 @@ class Circuit:
         return self._combined(other, "^", self.edges ^ other.edges)
 
     def _combined(self, other: Circuit, sign: str, edges: frozenset[str]) -> Circuit:
-        shape = _common_shape(self.shape, other.shape)
+        shape = common_shape(self.shape, other.shape)
         run = self.run if self.run == other.run else None
         provenance = {"schema": SCHEMA, "selector": sign, "of": [self.id, other.id]}
         return Circuit(edges, shape, run, {**provenance, "n": len(edges)})
@@ -299,16 +299,24 @@ def _possible(edge: Edge) -> Edge:
     return edge
 
 
-def _common_shape(a: ModelShape | None, b: ModelShape | None) -> ModelShape | None:
+def common_shape(a: ModelShape | None, b: ModelShape | None) -> ModelShape | None:
+    """The shape of both, or of the one that is known. Raises ArgumentError
+    `circuit_shape_mismatch` where they have different edges."""
     if a is None or b is None:
         return a or b
-    if a.edge_names != b.edge_names:
+    if a != b and a.edge_names != b.edge_names:
         raise ArgumentError(
             "circuit_shape_mismatch",
-            "the circuits are of models of different shape",
+            f"the circuits are of models of different shape ({_size(a)}, and {_size(b)}); "
+            "take circuits, scores and universes of one model",
             value=[a.to_json(), b.to_json()],
         )
     return a
+
+
+def _size(shape: ModelShape) -> str:
+    heads = f"{shape.n_layers} layers of {shape.n_heads} heads"
+    return f"{heads}, {shape.n_edges:,} edges"
 
 
 def check_circuit(circuit: object, name: str = "the circuit") -> None:

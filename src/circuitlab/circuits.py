@@ -18,6 +18,7 @@ from circuitlab.circuit import SCHEMA as SCHEMA
 from circuitlab.circuit import Circuit as Circuit
 from circuitlab.circuit import check_circuit as check_circuit
 from circuitlab.circuit import check_circuits as check_circuits
+from circuitlab.circuit import common_shape as common_shape
 from circuitlab.circuit import prune as prune
 from circuitlab.errors import ArgumentError, require_type
 from circuitlab.graph import readers
@@ -318,8 +319,8 @@ def auroc(edges: EdgeTable, truth: Circuit, *, rank: Rank | None = None) -> floa
     if not n_in or not n_out:
         raise ArgumentError(
             "truth_invalid",
-            f"{n_in} of the {len(inside):,} rankable edges are in the circuit; a curve "
-            "needs some inside and some outside",
+            f"{n_in} of the {len(inside):,} rankable edges are in the circuit, and a curve "
+            "needs some inside and some outside; score more edges, or give another circuit",
             value=n_in,
         )
     _, place, counts = np.unique(
@@ -364,12 +365,14 @@ def overlap(
     `universe` (the shape of either circuit by default) is what could have been found:
     edges outside it are left out and counted in `outside`. With `weights` (|score| of
     a table, or a number per edge), `weighted_iou` is the weight of the common edges
-    over that of all; edges without a weight weigh nothing.
+    over that of all; edges without a weight weigh nothing. Raises ArgumentError
+    `circuit_shape_mismatch` where they are of models of different shape.
     """
     for circuit in (found, published):
         check_circuit(circuit)
+    shape = shape_of_all(found, published, universe)
     if universe is None:
-        universe = found.shape or published.shape
+        universe = shape
     every = None if universe is None else frozenset(universe_names(universe))
     a, b = found.edges, published.edges
     if every is not None:
@@ -390,14 +393,30 @@ def overlap(
     )
 
 
+def shape_of_all(*parts: Circuit | ModelShape | None) -> ModelShape | None:
+    """The shape that circuits (and shapes) share, if one has any. Raises ArgumentError
+    `circuit_shape_mismatch`, or `universe_invalid` for anything else."""
+    shape = None
+    for part in parts:
+        if part is not None:
+            _require_universe(part)
+            own = part if isinstance(part, ModelShape) else part.shape
+            shape = common_shape(shape, own)
+    return shape
+
+
 def universe_names(universe: Circuit | ModelShape) -> Iterable[str]:
     """The edges of a universe. Raises ArgumentError `universe_invalid`."""
-    remedy = "give a circuit, whose edges could have been found, or a model's shape"
-    kinds = Circuit | ModelShape
-    require_type("universe_invalid", "universe", universe, kinds, remedy)
+    _require_universe(universe)
     if isinstance(universe, ModelShape):
         return universe.edge_names
     return universe.edges
+
+
+def _require_universe(universe: Circuit | ModelShape) -> None:
+    remedy = "give a circuit, whose edges could have been found, or a model's shape"
+    kinds = Circuit | ModelShape
+    require_type("universe_invalid", "universe", universe, kinds, remedy)
 
 
 def _share(part: int, whole: int | None) -> float | None:

@@ -201,7 +201,7 @@ def curve(
     """
     from circuitlab.evaluate import curve as evaluate_sizes
 
-    wanted: Any = "mib" if sizes == "mib" else parse_sizes(sizes)
+    wanted: Any = "mib" if sizes == "mib" else parse_sizes(sizes, ", or mib")
     with open_store(store) as opened:
         edges = load_edges(opened, run_id)
         bench = Bench.of(edges.run, measuring)
@@ -217,8 +217,8 @@ def curve(
         say(f"CPR {found.cpr:.4f} (by support), CMD {found.cmd:.4f} (by magnitude)")
 
 
-def parse_sizes(text: str | None) -> list[int] | None:
-    """Numbers of edges. Raises ArgumentError `sizes_invalid`."""
+def parse_sizes(text: str | None, also: str = "") -> list[int] | None:
+    """Numbers of edges; `also` says what else could have been written. Raises ArgumentError `sizes_invalid`."""
     if text is None:
         return None
     try:
@@ -226,7 +226,7 @@ def parse_sizes(text: str | None) -> list[int] | None:
     except ValueError:
         raise ArgumentError(
             "sizes_invalid",
-            f"--sizes {text!r}: write numbers of edges with commas, as 25,50,100, or mib",
+            f"--sizes {text!r}: write numbers of edges with commas, as 25,50,100{also}",
             value=text,
         ) from None
 

@@ -12,12 +12,14 @@ import typer
 from circuitlab import cli_options as opt
 from circuitlab.cli_bench import load_circuit, open_store, require_circuit
 from circuitlab.cli_circuit import parse_sizes
-from circuitlab.cli_output import print_csv, print_json, print_table, say
+from circuitlab.cli_output import print_csv, print_json, print_table, remark, say
+from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
     from circuitlab.circuits import Circuit
     from circuitlab.records import Record
     from circuitlab.roc import Roc
+    from circuitlab.sites import ModelShape
     from circuitlab.store import Store
     from circuitlab.tables import EdgeTable
 
@@ -71,8 +73,9 @@ def compare(
     """Compare circuits with a known one (ROC).
 
     Tells for each circuit how many of the known edges it holds, and how many others. Of
-    a run of scores, circuits of several sizes are compared. `auc` is the area under the
-    curve through the circuits given, or of a run's whole ranking: 0.5 is chance.
+    a run of scores, circuits of several sizes are compared, among the edges that it
+    ranks. `auc` is the area under the curve through the circuits given, or of a run's
+    whole ranking: 0.5 is chance.
 
     Example: circuitlab compare published.json 3f2a9c 8b01d7
     """
@@ -81,6 +84,7 @@ def compare(
         found = [load_circuit(opened, any_id)[0] for any_id in ids]
         truth = _known(opened, known, found)
         among = require_circuit(opened, universe, edges_only=True) if universe else None
+        _check(truth, among, [one.shape for one in found])
         curves = list(_curves(found, truth, among, wanted, rank))
         rows = [row for curve in curves for row in curve]
         saved = opened.save(_record(rows, found, truth, among))
@@ -93,11 +97,43 @@ def compare(
     else:
         print_table([c for c in SHOWN if any(r[c] is not None for r in rows)], rows)
         for head in heads:
-            say(
-                f"AUC {head['auc']:.3f} of {head['scores_run'] or 'the circuits'}, for "
-                f"{head['n_known']:,} known of {head['n_universe']:,} edges"
-            )
+            area = "no AUC" if head["auc"] is None else f"AUC {head['auc']:.3f}"
+            say(f"{area} of {_universe_text(head)}")
         say(f"run {saved}")
+    for head in heads:
+        if head["auc"] is None:
+            remark(f"no AUC of {_universe_text(head)}: there is nothing to tell apart")
+
+
+def _universe_text(head: dict[str, Any]) -> str:
+    run = head["scores_run"]
+    edges = f"{head['n_known']:,} known of {head['n_universe']:,} edges"
+    return f"{run}, for {edges} that it ranks" if run else f"the circuits, for {edges}"
+
+
+def _check(
+    truth: Circuit, among: Circuit | None, shapes: Sequence[ModelShape | None]
+) -> None:
+    """Refuse what can't be compared: models of different shape, an empty universe, and
+    nothing to find."""
+    from circuitlab.circuits import shape_of_all
+
+    shape_of_all(truth, among, *shapes)
+    if among is not None and not among:
+        raise ArgumentError(
+            "universe_empty",
+            "the circuit given with --universe has no edges, so nothing could have been "
+            "found; give another, or leave --universe out",
+            value=among.id,
+        )
+    if truth.edges.isdisjoint(truth.edges if among is None else among.edges):
+        where = "" if among is None else " of the universe's edges"
+        raise ArgumentError(
+            "known_circuit_empty",
+            f"the known circuit has none{where or ' edges'}, so there is nothing to find; "
+            "give another KNOWN" + (", or another --universe" if where else ""),
+            value=truth.id,
+        )
 
 
 def _known(store: Store, known: str, found: Sequence[Circuit | EdgeTable]) -> Circuit:
@@ -121,22 +157,47 @@ def _curves(
     rank: Any,
 ) -> Iterator[list[dict[str, Any]]]:
     """Rows for the circuits together, and rows for each run of scores."""
-    from circuitlab.circuits import Circuit, auroc, top_k
-    from circuitlab.roc import roc
+    from circuitlab.circuits import Circuit
+    from circuitlab.roc import compared
 
     circuits = [one for one in found if isinstance(one, Circuit)]
     if circuits:
-        curve = roc(circuits, truth, universe=among)
+        curve = compared(circuits, truth, universe=among)
         yield _rows(curve, circuits, {"scores_run": None, "auc": curve.auc})
     for edges in found:
-        if isinstance(edges, Circuit):
-            continue
-        inside = edges if among is None else _only(edges, among)
-        area = auroc(inside, truth, rank=rank)
-        ks = sizes or [len(truth.edges & set(inside.rows["edge"].to_pylist()))]
-        taken = [top_k(inside, k, rank=rank, prune=False) for k in ks]
-        curve = roc(taken, truth, universe=among)
-        yield _rows(curve, taken, {"scores_run": edges.run_id, "auc": area})
+        if not isinstance(edges, Circuit):
+            yield _of_scores(edges, truth, among, sizes, rank)
+
+
+def _of_scores(
+    edges: EdgeTable,
+    truth: Circuit,
+    among: Circuit | None,
+    sizes: Sequence[int] | None,
+    rank: Any,
+) -> list[dict[str, Any]]:
+    """Rows for a run of scores. Its universe, of the area and the rates alike, is what it
+    ranks: no other edge could be taken."""
+    from circuitlab.circuits import Circuit, auroc, top_k
+    from circuitlab.ranking import rank_edges
+    from circuitlab.roc import compared
+
+    ranked = rank_edges(edges, rank=rank)
+    names = frozenset(ranked.names[row] for row in ranked.rows.tolist())
+    could = Circuit(names if among is None else names & among.edges, edges.shape)
+    if not could:
+        raise ArgumentError(
+            "universe_empty",
+            f"run {edges.run_id} ranks none of the universe's edges; leave it out, or give "
+            "another --universe",
+            value=edges.run_id,
+        )
+    inside = _only(edges, could)
+    known = len(truth.edges & could.edges)
+    taken = [top_k(inside, k, rank=rank, prune=False) for k in sizes or [known]]
+    curve = compared(taken, truth, universe=could)
+    area = auroc(inside, truth, rank=rank) if 0 < known < len(could) else None
+    return _rows(curve, taken, {"scores_run": edges.run_id, "auc": area})
 
 
 def _only(edges: EdgeTable, among: Circuit) -> EdgeTable:
@@ -163,7 +224,7 @@ def _rows(
                 "subject": row["label"],
                 "k": asked[row["circuit_id"]],
                 "n_edges": row["n_found"],
-                "iou": row["n_both"] / either,
+                "iou": row["n_both"] / either if either else 1.0,
             }
         )
     return rows

@@ -18,6 +18,7 @@ from circuitlab.circuits import (
     check_circuit,
     check_circuits,
     overlap,
+    shape_of_all,
     universe_names,
 )
 from circuitlab.errors import ArgumentError
@@ -54,12 +55,15 @@ class Roc:
     n_known: int
 
     @property
-    def auc(self) -> float:
+    def auc(self) -> float | None:
         """Area under the curve's upper envelope, through (0, 0) and (1, 1).
 
         Points that another point beats are left out, as in Conmy et al. 2023 (the Pareto
-        frontier): circuits at several thresholds need not be nested.
+        frontier): circuits at several thresholds need not be nested. None where the known
+        circuit holds none, or all, of the universe: one of the rates is of nothing.
         """
+        if not 0 < self.n_known < self.n_universe:
+            return None
         points = zip(
             self.rows["false_positive_rate"].to_pylist(),
             self.rows["true_positive_rate"].to_pylist(),
@@ -77,9 +81,8 @@ class Roc:
         return self.rows.to_pandas()
 
     def _repr_html_(self) -> str:
-        head = (
-            f"<p>{self.n_known:,} of {self.n_universe:,} edges, AUC {self.auc:.3f}</p>"
-        )
+        area = "no AUC" if self.auc is None else f"AUC {self.auc:.3f}"
+        head = f"<p>{self.n_known:,} of {self.n_universe:,} edges, {area}</p>"
         return head + self.to_pandas().to_html(index=False)
 
 
@@ -93,13 +96,35 @@ def roc(
 
     `universe` is what could have been found: a circuit (such as ACDC's `start`), or None
     for every edge of the model. Raises ArgumentError `universe_unknown` where no shape
-    says which edges there are, and `known_circuit_empty` where the known circuit holds
-    none, or all, of them.
+    says which edges there are, `circuit_shape_mismatch` for circuits of models of
+    different shape, and `known_circuit_empty` where the known circuit holds none, or all,
+    of the universe.
     """
+    found = compared(circuits, known, universe=universe)
+    if found.auc is None:
+        raise ArgumentError(
+            "known_circuit_empty",
+            f"{found.n_known} of the universe's {found.n_universe} edges are in the known "
+            "circuit, so there is nothing to tell apart; give a universe with edges inside "
+            "it and edges outside, or compare with overlap()",
+            value=found.n_known,
+            expected="some, and not all, of the universe's edges",
+        )
+    return found
+
+
+def compared(
+    circuits: Sequence[Circuit],
+    known: Circuit,
+    *,
+    universe: Circuit | ModelShape | None = None,
+) -> Roc:
+    """As `roc`, also where a rate, and so the area, is of nothing and None."""
     circuits = check_circuits(circuits)
     check_circuit(known, "known")
+    shape = shape_of_all(known, *circuits, universe)
     if universe is None:
-        universe = known.shape or next((c.shape for c in circuits if c.shape), None)
+        universe = shape
     if universe is None:
         raise ArgumentError(
             "universe_unknown",
@@ -109,16 +134,10 @@ def roc(
         )
     names = frozenset(universe_names(universe))
     inside = known.edges & names
-    if not inside or len(inside) == len(names):
-        raise ArgumentError(
-            "known_circuit_empty",
-            f"{len(inside)} of the universe's {len(names)} edges are in the known "
-            "circuit; there is nothing to tell apart",
-            value=len(inside),
-            expected="some, and not all, of the universe's edges",
-        )
     rows = [_row(circuit, known, universe) for circuit in circuits]
-    rows.sort(key=lambda row: (row["false_positive_rate"], row["true_positive_rate"]))
+    rows.sort(
+        key=lambda r: (r["false_positive_rate"] or 0, r["true_positive_rate"] or 0)
+    )
     return Roc(pa.Table.from_pylist(rows, schema=ROC), len(names), len(inside))
 
 
