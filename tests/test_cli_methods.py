@@ -419,3 +419,59 @@ def test_an_evaluation_says_of_what_it_is(lab: Lab):
         first = out.splitlines()[0]
         assert first.startswith("logit_diff of ")
         assert first.endswith(f" on {N} prompts of ioi")
+
+
+# --- which prompts ---
+
+
+def test_as_many_prompts_are_measured_as_were_asked_for(lab: Lab):
+    made = circuit_of(lab, 25)["run_id"]
+    found = lab("evaluate", made, "--n", 5 * N)
+    assert (found["n"], found["prompts_overlap"]) == (5 * N, False)
+    assert lab("evaluate", made)["n"] == N
+    assert lab("evaluate", made, "--n", 2)["n"] == 2
+    found = lab("evaluate", made, "--on", "scored", "--n", 2)
+    assert (found["n"], found["prompts_overlap"]) == (2, True)
+    for words, error in (
+        (("--n", 0), "task_size_invalid"),
+        (("--n", -1), "task_size_invalid"),
+        (("--on", "scored", "--n", N + 1), "task_size_invalid"),
+        (("--on", "scored", "--seed", 3), "prompts_ambiguous"),
+        (("--on", "scored", "--task", "ioi"), "prompts_ambiguous"),
+    ):
+        assert refused(lab, "evaluate", made, *words) == (2, error)
+
+
+def test_more_prompts_than_a_file_holds_out_are_refused(lab: Lab, tmp_path: Path):
+    names = ["Mary", "John", "James", "Robert", "David", "Emma"]
+    texts = "When {} and {} went to the park, {} gave a book to"
+    rows = [
+        {
+            "clean": texts.format(one, two, two),
+            "corrupted": texts.format(one, two, one),
+            "answer": f" {one}",
+            "wrong_answer": f" {two}",
+        }
+        for one, two in zip(names, names[1:] + names[:1], strict=True)
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    run_id = lab("score", "embedded", "--file", file, *EAP)["run_id"]
+    made = lab("circuit", run_id, "--top-k", 25)["run_id"]
+    assert lab("evaluate", made, "--n", 2)["n"] == 2
+    assert refused(lab, "evaluate", made, "--n", 3) == (2, "no_held_out_prompts")
+
+
+def test_runs_of_several_tasks_are_named_after_all_of_them(lab: Lab):
+    tasks = ("ioi", "greater_than")
+    parts = [lab("score", "embedded", *EAP, "--task", t)["run_id"] for t in tasks]
+    found = lab("combine", *parts)
+    assert found["dataset"] == "ioi+greater_than"
+    made = lab("circuit", found["run_id"], "--top-k", 40)["run_id"]
+    for words in ((), ("--n", 2 * N), ("--n", 2), ("--seed", 9), ("--on", "scored")):
+        measured = lab("evaluate", made, *words)
+        assert measured["dataset"] == "ioi+greater_than"
+        assert measured["n"] == (2 if words == ("--n", 2) else 2 * N)
+    seeds = [lab("score", "embedded", *EAP, "--seed", s)["run_id"] for s in (1, 2)]
+    combined = Store(lab.store).load(lab("combine", *seeds)["run_id"])
+    assert (combined.run.dataset, combined.run.seed) == ("ioi", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,7 @@ def test_node_scores_are_the_same_at_every_grain(prompts: Prompts):
 def test_shards_and_streams_combine_to_the_whole(
     gpt2: Backend, prompts: Prompts, whole: EdgeTable
 ):
-    parts = [prompts[:1], prompts[1:4], prompts[4:]]
+    parts = [prompts[:1], replace(prompts[1:4], name="other"), prompts[4:]]
 
     def score(some: Any) -> EdgeTable:
         return edge_scores(gpt2, some, logit_diff(), method=EAPIG(2))
@@ -271,6 +272,7 @@ def test_shards_and_streams_combine_to_the_whole(
         assert off(found.scores, whole.scores) < 1e-12
         assert off(found.rows["stderr"], whole.rows["stderr"]) < 1e-9
         assert found.run.n == 5
+        assert found.run.dataset == f"{prompts.name}+other"
         assert found.run.policy_digest == whole.run.policy_digest
         for name in ("metric_clean", "metric_ablated", "completeness_error"):
             expected = whole.run.provenance[name]

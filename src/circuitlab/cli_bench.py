@@ -184,7 +184,7 @@ class Bench:
         """Load a run's model again and draw prompts to evaluate on.
 
         Raises StoreError `run_not_reproducible`, ArgumentError `prompts_choice_unknown`,
-        and what loading and drawing raise.
+        `prompts_ambiguous`, `task_size_invalid`, and what loading and drawing raise.
         """
         if run is None:
             raise StoreError(
@@ -193,13 +193,7 @@ class Bench:
                 "library, on a model and prompts of your own",
                 value=None,
             )
-        if asked.on not in ("held-out", "scored"):
-            raise ArgumentError(
-                "prompts_choice_unknown",
-                f"--on {asked.on!r}: write held-out or scored",
-                value=asked.on,
-                expected=["held-out", "scored"],
-            )
+        _check_asked(asked)
         recipe = Recipe.of(run)
         recipe = replace(
             recipe,
@@ -210,17 +204,7 @@ class Bench:
         loaded = recipe.load_model()
         _require_same_model(loaded, run)
         scored = recipe.prompts(loaded)
-        n, seed = asked.n, asked.seed
-        if asked.task or asked.file:
-            other = recipe.on(
-                task=asked.task, file=asked.file, n=n,
-                seed=recipe.seed if seed is None else seed,
-            )  # fmt: skip
-            return Bench(recipe, loaded, scored, other.prompts(loaded))
-        if n is not None or seed is not None:
-            return Bench(recipe, loaded, scored, _redrawn(recipe, loaded, n, seed))
-        prompts = scored if asked.on == "scored" else recipe.held_out(loaded)
-        return Bench(recipe, loaded, scored, prompts)
+        return Bench(recipe, loaded, scored, _asked(recipe, loaded, scored, asked))
 
     def evaluate(self, circuit: Circuit, ablation: str, parent: str) -> Evaluation:
         """Evaluate one circuit; the run points at the circuit's."""
@@ -234,16 +218,56 @@ class Bench:
         return replace(found, run=replace(found.run, parent=parent))
 
 
-def _redrawn(
-    recipe: Recipe, model: Backend, n: int | None, seed: int | None
+def _check_asked(asked: Measuring) -> None:
+    """Refuse options that say nothing, or two things, of which prompts to take."""
+    if asked.n is not None and asked.n < 1:
+        raise ArgumentError(
+            "task_size_invalid",
+            f"--n {asked.n}: ask for 1 prompt or more",
+            value=asked.n,
+        )
+    if asked.on not in ("held-out", "scored"):
+        raise ArgumentError(
+            "prompts_choice_unknown",
+            f"--on {asked.on!r}: write held-out or scored",
+            value=asked.on,
+            expected=["held-out", "scored"],
+        )
+    others = {"--task": asked.task, "--file": asked.file, "--seed": asked.seed}
+    given = [name for name, value in others.items() if value is not None]
+    if asked.on == "scored" and given:
+        raise ArgumentError(
+            "prompts_ambiguous",
+            f"--on scored takes the very prompts that were scored, and {given[0]} draws "
+            "others; give one of the two",
+            value=given,
+        )
+
+
+def _asked(
+    recipe: Recipe, model: Backend, scored: Prompts, asked: Measuring
 ) -> Prompts:
-    """Prompts of the same task or file, drawn otherwise."""
-    held = recipe.held_out(model) if seed is None else None
-    if held is not None:
-        return held if n is None or n >= len(held) else held[:n]
-    first = recipe.each()[0]
-    other = replace(first, seed=seed, n=first.n if n is None else n)
-    return other.prompts(model)
+    """The prompts that the options ask for: other ones, or as they were scored."""
+    n, seed = asked.n, asked.seed
+    if asked.task or asked.file:
+        other = recipe.on(
+            task=asked.task, file=asked.file, n=n,
+            seed=recipe.seed if seed is None else seed,
+        )  # fmt: skip
+        return other.prompts(model)
+    if asked.on == "scored":
+        if n is not None and n > len(scored):
+            raise ArgumentError(
+                "task_size_invalid",
+                f"--n {n}: only {len(scored)} prompts were scored; ask for at most so "
+                "many, or leave --on scored out",
+                value=n,
+                expected=len(scored),
+            )
+        return scored if n is None else scored[:n]
+    if seed is None:
+        return recipe.held_out(model, n)
+    return recipe.redrawn(model, seed, n)
 
 
 def _require_same_model(model: Backend, run: Run) -> None:

@@ -120,14 +120,31 @@ class Recipe:
             return every.split(self.n, self.seed)[0]
         return self._task(model, self._size)
 
-    def held_out(self, model: Backend) -> Prompts:
-        """Prompts of the same kind that `prompts` does not hold.
+    def held_out(self, model: Backend, n: int | None = None) -> Prompts:
+        """Prompts of the same kind that `prompts` does not hold: `n` of them, by default
+        as many as a task's were scored, and all that a file has left.
 
-        A file's other rows, or the task's next `n` of the same seed. Raises DataError
-        `no_held_out_prompts`.
+        A file's other rows, or the task's next ones of the same seed. Raises DataError
+        `no_held_out_prompts`, also where there are fewer than `n`.
         """
+        found = self._left(model, n)
+        if n is not None and len(found) < n:
+            raise DataError(
+                "no_held_out_prompts",
+                f"only {len(found)} prompts of {found.name} were not scored; ask for at "
+                "most so many (--n), or draw with another --seed",
+                value=n,
+                expected=len(found),
+            )
+        return found if n is None else found[:n]
+
+    def _left(self, model: Backend, n: int | None) -> Prompts:
+        """Held-out prompts: `n` or, where there are not so many, all."""
         if self.parts:
-            return self._held_out_of_parts(model)
+            share = None if n is None else -(-n // len(self.parts))
+            found = self._left_of_parts(model, share)
+            short = n is not None and len(found) < n
+            return self._left_of_parts(model, n) if short else found
         if self.file:
             every = self._from_file(model)
             if self.n is not None and self.n < len(every):
@@ -135,8 +152,9 @@ class Recipe:
             raise self._none_left(
                 f"all {len(every)} prompts of {self.file} were scored"
             )
+        wanted = self._size + (self._size if n is None else n)
         try:
-            every = self._task(model, 2 * self._size)
+            every = self._task(model, wanted)
         except DataError as error:
             found = error.fields.get("value")
             if error.code != "task_too_small" or not isinstance(found, int):
@@ -149,13 +167,14 @@ class Recipe:
         # A task draws in a fixed order, so a larger set begins with the smaller one.
         return every[self._size :]
 
-    def _held_out_of_parts(self, model: Backend) -> Prompts:
-        """What the parts hold out, without what another part scored."""
+    def _left_of_parts(self, model: Backend, n: int | None) -> Prompts:
+        """What the parts hold out, at most `n` of each, without what another part
+        scored."""
         seen = {clean for prompts in self.sets(model) for clean in prompts.clean}
         found = []
         for part in self.each():
             try:
-                held = part.held_out(model)
+                held = part._left(model, n)[:n]
             except DataError as error:
                 if error.code != "no_held_out_prompts":
                     raise
@@ -166,6 +185,20 @@ class Recipe:
         if not found:
             raise self._none_left("these runs together scored all prompts")
         return _joined(found)
+
+    def redrawn(self, model: Backend, seed: int, n: int | None = None) -> Prompts:
+        """Prompts of the same kind, drawn with another seed: `n`, by default as many as
+        were scored. Of runs that were combined, about as many of each kind of prompts."""
+        kinds: dict[tuple[Any, ...], Recipe] = {}
+        for part in self.each():
+            kinds.setdefault((part.task, part.file, part.corruption), part)
+        share = None if n is None else -(-n // len(kinds))
+        drawn = [
+            replace(part, seed=seed, n=part.n if share is None else share)
+            for part in kinds.values()
+        ]
+        found = [part.prompts(model) for part in drawn]
+        return found[0] if len(found) == 1 else _joined(found)[:n]
 
     def _none_left(self, why: str) -> DataError:
         return DataError(
@@ -262,7 +295,11 @@ def _joined(sets: Sequence[Prompts]) -> Prompts:
     """Sets of prompts as one."""
     import pyarrow as pa
 
-    every = replace(sets[0], table=pa.concat_tables([some.table for some in sets]))
+    from circuitlab.prompts import joined_name
+
+    name = joined_name(some.name for some in sets)
+    table = pa.concat_tables([some.table for some in sets])
+    every = replace(sets[0], table=table, name=name)
     return every[:]  # numbered anew
 
 

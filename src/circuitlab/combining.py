@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from circuitlab.errors import ArgumentError
+from circuitlab.prompts import joined_name
 from circuitlab.sites import Component, ModelShape, parse_component
 from circuitlab.tables import EdgeTable, digest, edge_rows
 
@@ -63,8 +64,10 @@ def combine(tables: Sequence[EdgeTable]) -> EdgeTable:
             provenance[name] = sum(weighted) / n
     run = replace(
         first.run,
+        dataset=joined_name(table.run.dataset for table in tables),
         dataset_digest=digest(*digests),
         n=n,
+        seed=first.run.seed if len({t.run.seed for t in tables}) == 1 else None,
         provenance=provenance,
         seconds=sum(table.run.seconds for table in tables),
     )
@@ -92,7 +95,8 @@ def _require_distinct(tables: Sequence[EdgeTable]) -> None:
     if len(seen) < len(tables):
         raise ArgumentError(
             "combine_repeated",
-            "a table is given more than once; its examples would count twice",
+            "a table is given more than once, and its examples would count twice; give each "
+            "once",
             value=len(tables),
             expected=len(seen),
         )

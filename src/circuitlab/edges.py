@@ -34,7 +34,7 @@ from circuitlab.methods import (
     describe,
 )
 from circuitlab.metrics import Metric, check_metric
-from circuitlab.prompts import Prompts, check_prompts
+from circuitlab.prompts import Prompts, check_prompts, joined_name
 from circuitlab.score_sum import (
     Grain,
     ScoreSum,
@@ -246,7 +246,7 @@ def _run(
     return Run(
         kind="edge",
         model=model.info,
-        dataset=sets[0].name,
+        dataset=joined_name(some.name for some in sets),
         dataset_digest=digests[0] if len(digests) == 1 else digest(*digests),
         n=sums.n,
         policy={
@@ -259,7 +259,7 @@ def _run(
             "frozen": None,
         },
         provenance=provenance,
-        seed=sets[0].seed,
+        seed=sets[0].seed if len({some.seed for some in sets}) == 1 else None,
         started_at=started,
         seconds=time.perf_counter() - clock,
         versions=versions(),

@@ -290,6 +290,11 @@ _COUNTED = ("clean prompts", "corrupted prompts", "answers", "wrong answers")
 _n = enumerate
 
 
+def joined_name(names: Iterable[str]) -> str:
+    """The name of prompts put together, as `ioi+greater_than`; each name stands once."""
+    return "+".join(dict.fromkeys(part for name in names for part in name.split("+")))
+
+
 def check_prompts(prompts: object, name: str = "prompts") -> None:
     """Raise ArgumentError `prompts_invalid` for anything but Prompts, such as a file."""
     remedy = "make Prompts with Prompts.from_file, Prompts.from_tokens or a task"
