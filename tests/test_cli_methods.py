@@ -327,11 +327,42 @@ def test_a_combined_run_is_made_again_from_all_its_parts(lab: Lab):
     two = lab("combine", *ids[:2])["run_id"]
     three = lab("combine", two, ids[2])
     assert three["run_id"] == lab("combine", *ids)["run_id"]
-    again, said = rerun(lab, three["run_id"])
-    assert "not the same" not in said
-    old, new = (Store(lab.store).load(run_id) for run_id in (three["run_id"], again))
-    assert new.run.params_digest == old.run.params_digest
-    assert new.scores == pytest.approx(old.scores, abs=1e-6)
+    assert remade(lab, three["run_id"])
+    made = Store(lab.store).load(three["run_id"])
+    assert made.run.provenance["combined"] == ids
+    start = circuit_of(lab, 12)["circuit_id"]
+    words = ("score", "embedded", "--method", "exact", "--circuit", start, "--n", 2)
+    some = [lab(*words, "--seed", s)["run_id"] for s in (1, 2)]
+    assert remade(lab, lab("combine", *some)["run_id"])
+
+
+def test_a_search_inside_a_circuit_is_made_again_elsewhere(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    start = circuit_of(lab, 22)
+    words = ("mask", "embedded", "--steps", 2, "--n", N, "--start", start["circuit_id"])
+    gates = lab(*words)["gates_run"]
+    folder, other = tmp_path / "out", Lab(tmp_path / "other.duckdb", capsys)
+    assert lab("export", folder, gates) == [gates, start["run_id"]]
+    other("import", folder)
+    assert remade(other, gates)
+    # An export of the library takes along what it is told.
+    Store(lab.store).export([gates], tmp_path / "alone")
+    bare = Lab(tmp_path / "bare.duckdb", capsys)
+    bare("import", tmp_path / "alone")
+    code, _, said = said_of(bare, "rerun", gates)
+    assert (code, said.partition(": ")[0]) == (3, "error[universe_missing]")
+    assert start["circuit_id"] in said
+    lab("export", tmp_path / "circuit", start["circuit_id"])
+    bare("import", tmp_path / "circuit")
+    assert remade(bare, gates)
+
+
+def test_gates_are_made_again_in_their_own_batches(lab: Lab):
+    words = ("--steps", 2, "--n", N, "--batch-size", 2)
+    gates = lab("mask", "embedded", *words)["gates_run"]
+    assert lab("rerun", gates, "--batch-size", 2)["run_id"] == gates
+    assert refused(lab, "rerun", gates, "--batch-size", 1) == (2, "batch_size_invalid")
 
 
 def test_runs_that_do_not_go_together_are_refused(lab: Lab):

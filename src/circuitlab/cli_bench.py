@@ -64,15 +64,7 @@ def load_circuit(
     from circuitlab.circuits import Circuit
     from circuitlab.tables import EdgeTable
 
-    try:
-        run_id = store.resolve(any_id)
-    except StoreError as error:
-        if error.code != "run_unknown":
-            raise
-        runs = _by_circuit_id(store, any_id)
-        if not runs:
-            raise
-        run_id = runs[0] if edges_only else _of_one_origin(store, any_id, runs)
+    run_id = run_of(store, any_id, edges_only=edges_only)
     found = store.load(run_id)
     if not isinstance(found, Circuit | EdgeTable):
         raise StoreError(
@@ -82,6 +74,20 @@ def load_circuit(
             expected=["circuit", "edge"],
         )
     return found, run_id
+
+
+def run_of(store: Store, any_id: str, *, edges_only: bool = False) -> str:
+    """The id of the run that an id names, be it a run's or a circuit's. Raises as
+    `load_circuit` does."""
+    try:
+        return store.resolve(any_id)
+    except StoreError as error:
+        if error.code != "run_unknown":
+            raise
+        runs = _by_circuit_id(store, any_id)
+        if not runs:
+            raise
+        return runs[0] if edges_only else _of_one_origin(store, any_id, runs)
 
 
 def require_circuit(store: Store, any_id: str, *, edges_only: bool = False) -> Circuit:

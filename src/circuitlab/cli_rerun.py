@@ -10,10 +10,18 @@ from circuitlab.cli_mask import save_mask, train
 from circuitlab.cli_nodes import print_nodes, score_nodes
 from circuitlab.cli_output import remark
 from circuitlab.cli_recipe import KEY, Recipe
-from circuitlab.cli_score import print_edges, score_and_save
+from circuitlab.cli_score import (
+    combine_and_save,
+    print_edges,
+    score_and_save,
+    score_prompts,
+)
 from circuitlab.cli_search import save_search, search
+from circuitlab.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from circuitlab.node_table import NodeTable
     from circuitlab.store import Store
     from circuitlab.tables import EdgeTable, Run
@@ -66,17 +74,31 @@ def _edges(
 ) -> tuple[EdgeTable, str]:
     """Scores, ACDC's decisions or trained gates, whichever the run holds."""
     recipe, policy = Recipe.of(before.run), before.run.policy
+    only = None
     match policy["method"]:
         case "acdc":
             return _decisions(store, before.run, recipe, batch_size)
         case "edge_mask":
-            return _gates(store, before.run, recipe)
+            return _gates(store, before.run, recipe, batch_size)
         case "exact":
             edges = before.rows["edge"].to_pylist()
             only = edges if len(edges) < before.shape.n_edges else None
-            return score_and_save(recipe, store, batch_size, only)
-        case _:
-            return score_and_save(recipe, store, batch_size)
+    if "combined" in before.run.provenance:
+        return _combined(store, recipe, batch_size, only)
+    return score_and_save(recipe, store, batch_size, only)
+
+
+def _combined(
+    store: Store, recipe: Recipe, batch_size: int | None, only: Sequence[str] | None
+) -> tuple[EdgeTable, str]:
+    """The parts, each scored again for itself, and combined as they were."""
+    model = recipe.load_model()
+    parts = [
+        score_prompts(part, model, part.prompts(model), store, batch_size, only)[0]
+        for part in recipe.each()
+    ]
+    with store:
+        return combine_and_save(store, parts)
 
 
 def _decisions(
@@ -95,14 +117,25 @@ def _decisions(
     return found.decisions, facts["decisions_run"]
 
 
-def _gates(store: Store, run: Run, recipe: Recipe) -> tuple[EdgeTable, str]:
+def _gates(
+    store: Store, run: Run, recipe: Recipe, batch_size: int | None
+) -> tuple[EdgeTable, str]:
     from circuitlab.edge_mask import Training
 
+    size = run.provenance[KEY].get("batch_size")
+    if batch_size not in (None, size):
+        was = "all prompts" if size is None else f"{size} prompts"
+        raise ArgumentError(
+            "batch_size_invalid",
+            f"--batch-size {batch_size}: the gates were trained on {was} a step, and others "
+            "would make other gates; leave it out, or train anew with `circuitlab mask`",
+            value=batch_size,
+            expected=size,
+        )
     universe = _universe(store, run)
     training = Training(**run.policy["method_options"])
     model = recipe.load_model()
     prompts = recipe.prompts(model)
-    size = run.provenance[KEY].get("batch_size")
     circuit, gates = train(recipe, model, prompts, training, universe, size)
     with store:
         return gates, save_mask(store, circuit, gates, prompts)["gates_run"]
@@ -111,7 +144,21 @@ def _gates(store: Store, run: Run, recipe: Recipe) -> tuple[EdgeTable, str]:
 def _universe(store: Store, run: Run) -> Any:
     """The circuit inside which a search was made; None where it was the whole model."""
     named = run.policy["universe"]
-    return None if named == "all" else require_circuit(store, named, edges_only=True)
+    if named == "all":
+        return None
+    try:
+        return require_circuit(store, named, edges_only=True)
+    except StoreError as error:
+        if error.code != "run_unknown":
+            raise
+        raise StoreError(
+            "universe_missing",
+            f"this run looked only among the edges of circuit {named}, which is not in "
+            f"{store.path}; where the run was made, write `circuitlab export FOLDER "
+            f"{named}`, and here `circuitlab import FOLDER`",
+            value=named,
+            path=store.path,
+        ) from None
 
 
 def _compared(before: EdgeTable | NodeTable, after: EdgeTable | NodeTable) -> str:

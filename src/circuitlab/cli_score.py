@@ -195,21 +195,28 @@ def combine(
 
     Example: circuitlab combine 3f2a9c 8b01d7
     """
-    from circuitlab.combining import combine as put_together
-
     with open_store(store) as opened:
         tables = [part for run_id in run_ids for part in _parts(opened, run_id)]
         if len(tables) < 2:
             raise ArgumentError(
                 "combine_empty", "give two runs or more to combine", value=run_ids
             )
-        edges = put_together(tables)
-        edges = replace(edges, run=_combined(edges.run, tables))
-        saved = opened.save(edges)
+        edges, saved = combine_and_save(opened, tables)
         twice = _scored_twice(opened, tables)
     print_edges(edges, saved, store, top, as_json, as_csv)
     if twice:
         remark(f"{twice} prompts stand in more than one of these runs, and count again")
+
+
+def combine_and_save(
+    store: Store, tables: Sequence[EdgeTable]
+) -> tuple[EdgeTable, str]:
+    """Combine runs; save the run, which names its parts; return it and its id."""
+    from circuitlab.combining import combine as put_together
+
+    edges = put_together(tables)
+    edges = replace(edges, run=_combined(edges.run, tables))
+    return edges, store.save(edges)
 
 
 def _parts(store: Store, run_id: str) -> list[EdgeTable]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from circuitlab import cli_options as opt
-from circuitlab.cli_bench import load_circuit, load_edges, open_store
+from circuitlab.cli_bench import load_circuit, load_edges, open_store, run_of
 from circuitlab.cli_output import print_csv, print_json, remark, say, show
 from circuitlab.errors import ArgumentError, StoreError
 
@@ -154,9 +154,7 @@ def export(
     ],
     ids: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[ID]…", help="Which runs, all by default; or a circuit."
-        ),
+        typer.Argument(metavar="[ID]…", help="Which runs or circuits, all by default."),
     ] = None,
     file_format: Annotated[
         str | None,
@@ -167,7 +165,8 @@ def export(
 ) -> None:
     """Write runs as Parquet, or a circuit as a file.
 
-    Runs go with their prompts, tags and notes, and `circuitlab import` reads them back.
+    Runs go with their prompts, tags and notes, and with the circuit inside which they
+    searched; `circuitlab import` reads them back.
 
     Example: circuitlab export circuit.json 3f2a9c --format eap-ig
     """
@@ -176,8 +175,22 @@ def export(
         _export_circuit(opened, Path(where), ids or [], file_format)
         _told([where], f"written: {where}", as_json)
         return
-    found = opened.export(ids or None, where)
+    found = opened.export(_with_universes(opened, ids) if ids else None, where)
     _told(found, f"{len(found)} runs in {where}", as_json)
+
+
+def _with_universes(store: Any, ids: list[str]) -> list[str]:
+    """The runs named, and the circuits among whose edges they looked, without which they
+    can't be made again."""
+    runs = [run_of(store, any_id, edges_only=True) for any_id in ids]
+    query = """
+        select r.run_id, arg_min(c.run_id, s.saved_at) as universe
+        from v_run r join v_circuit c on c.circuit_id = r.policy ->> '$.universe'
+        join v_run s on s.run_id = c.run_id and s.kind = 'circuit'
+        where list_contains(?, r.run_id) group by r.run_id order by r.run_id
+    """
+    found = store.sql(query, [runs]).to_pylist()
+    return list(dict.fromkeys([*runs, *(row["universe"] for row in found)]))
 
 
 def _export_circuit(store: Any, path: Path, ids: list[str], file_format: Any) -> None:
