@@ -252,7 +252,7 @@ def test_what_can_not_be_compared(lab: Lab):
         2,
         "sizes_invalid",
     )
-    assert "mib" not in said_of(lab, "compare", known, run_id, "--sizes", "mib")[2][40:]
+    assert "or mib" not in said_of(lab, "compare", known, run_id, "--sizes", "mib")[2]
     assert refused(lab, "compare", known) == (2, "usage")
 
 
@@ -506,3 +506,64 @@ def test_runs_of_several_tasks_are_named_after_all_of_them(lab: Lab):
     seeds = [lab("score", "embedded", *EAP, "--seed", s)["run_id"] for s in (1, 2)]
     combined = Store(lab.store).load(lab("combine", *seeds)["run_id"])
     assert (combined.run.dataset, combined.run.seed) == ("ioi", None)
+
+
+# --- what a refusal says ---
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "untold"),
+    [
+        (
+            ("mask", "embedded", "--open", 1.0),
+            "--open is 1.0; give a number above",
+            "start",
+        ),
+        (("mask", "embedded", "--gate-seed", -1), "--gate-seed", "seed is"),
+        (("nodes", "embedded", "--method", "foo"), "eap, eap-ig, clean", "exact"),
+        (("nodes", "embedded", "--method", "exact"), "--method eap, eap-ig", "EAP("),
+        (
+            ("nodes", "embedded", "--metric", "kl", "--method", "eap"),
+            "--method eap-ig",
+            "EAPIG(",
+        ),
+        (
+            ("score", "embedded", "--metric", "kl", "--method", "eap"),
+            "--method eap-ig",
+            "EAPIG(",
+        ),
+    ],
+)
+def test_a_refusal_names_options_and_not_what_python_calls_them(
+    lab: Lab, words: Sequence, told: str, untold: str
+):
+    code, _, said = said_of(lab, *words)
+    assert code == 2
+    assert told in said
+    assert untold not in said
+
+
+def test_a_circuit_of_another_model_is_refused_with_a_remedy(lab: Lab):
+    other = Store(lab.store).save(cl.Circuit.from_edges(["input->m7"]))
+    for words in (
+        ("mask", "embedded", "--start", other, "--n", 2),
+        ("acdc", "embedded", "--start", other, "--n", 2),
+        ("score", "embedded", "--method", "exact", "--circuit", other, "--n", 2),
+    ):
+        code, _, said = said_of(lab, *words)
+        assert (code, said.partition(": ")[0]) == (2, "error[edge_unknown]")
+        assert "give edges, or a circuit, of this model" in said
+
+
+def test_circuits_of_no_model_need_a_universe(lab: Lab):
+    store = Store(lab.store)
+    edges = ["input->m0", "m0->logits", "m1->logits"]
+    known, found, among = (
+        store.save(cl.Circuit.from_edges(some))
+        for some in (edges[:1], edges[:2], edges)
+    )
+    code, _, said = said_of(lab, "compare", known, found)
+    assert (code, said.partition(": ")[0]) == (2, "error[universe_unknown]")
+    assert "--universe" in said
+    (row,) = lab("compare", known, found, "--universe", among)["rows"]
+    assert (row["precision"], row["false_positive_rate"]) == (0.5, 0.5)

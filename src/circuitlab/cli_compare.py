@@ -118,7 +118,14 @@ def _check(
     nothing to find."""
     from circuitlab.circuits import shape_of_all
 
-    shape_of_all(truth, among, *shapes)
+    shape = shape_of_all(truth, among, *shapes)
+    if shape is None and among is None:
+        raise ArgumentError(
+            "universe_unknown",
+            "none of these circuits says of which model it is, so nothing says which edges "
+            "could have been found; give a circuit that holds them with --universe",
+            value=None,
+        )
     if among is not None and not among:
         raise ArgumentError(
             "universe_empty",

@@ -12,6 +12,7 @@ from circuitlab.cli_bench import open_store, require_circuit
 from circuitlab.cli_circuit import circuit_facts, describe
 from circuitlab.cli_output import print_json, progress, say
 from circuitlab.cli_recipe import Recipe
+from circuitlab.errors import require_number
 
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
@@ -41,9 +42,13 @@ def mask(
     ] = 1.0,
     rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = 0.1,
     first: Annotated[
-        float, typer.Option("--open", help="The chance that a gate is open at first.")
+        float,
+        typer.Option(
+            "--open",
+            help="The chance that a gate is open at first, above 0 and below 1.",
+        ),
     ] = 0.9,
-    gate_seed: Annotated[int, typer.Option(help="Draws the gates.")] = 0,
+    gate_seed: Annotated[int, typer.Option(min=0, help="Draws the gates.")] = 0,
     drawing: opt.Drawing,
     loading: opt.Loading,
     ungroup_kv: opt.UngroupKv = False,
@@ -88,6 +93,14 @@ def _training(
 ) -> Training:
     from circuitlab.edge_mask import Training
 
+    # The library's name for it is that of another option.
+    require_number(
+        "training_invalid",
+        "--open",
+        start,
+        lambda chance: 0 < chance < 1,
+        "a number above 0 and below 1",
+    )
     return Training(steps, sparsity, rate, start, seed)
 
 

@@ -11,12 +11,14 @@ from circuitlab import cli_options as opt
 from circuitlab.cli_bench import open_store
 from circuitlab.cli_output import print_csv, print_json, print_table, say
 from circuitlab.cli_recipe import Recipe
+from circuitlab.errors import ArgumentError
 
 if TYPE_CHECKING:
     from circuitlab.backends import Backend
     from circuitlab.node_table import NodeTable
     from circuitlab.prompts import Prompts
 
+NODE_METHODS = ("eap", "eap-ig", "clean-corrupted")
 NODE_COLUMNS = ("component", "neuron", "score", "stderr")
 
 
@@ -73,10 +75,23 @@ def nodes(
 
 def check_method(recipe: Recipe) -> None:
     """Refuse unknown names, and methods that score edges alone, before the model loads."""
-    from circuitlab import nodes as scores
-
+    method = recipe.method.replace("_", "-").lower()
+    if method == "exact":
+        raise ArgumentError(
+            "method_unsupported",
+            "exact effects are of edges alone (circuitlab score); for components choose "
+            f"--method {', '.join(NODE_METHODS)}",
+            value=recipe.method,
+            expected=list(NODE_METHODS),
+        )
+    if method not in NODE_METHODS:
+        raise ArgumentError(
+            "method_unknown",
+            f"there is no method {recipe.method!r}; choose {', '.join(NODE_METHODS)}",
+            value=recipe.method,
+            expected=list(NODE_METHODS),
+        )
     recipe.check_names()
-    scores.check_method(recipe.method_value(), recipe.metric_value())
 
 
 def score_nodes(

@@ -276,8 +276,23 @@ class Recipe:
 
         self.metric_value()
         if method:
-            self.method_value()
+            self._check_method()
         as_ablation(self.ablation)
+
+    def _check_method(self) -> None:
+        """Refuse, in this program's words, a method that would score everything zero."""
+        from circuitlab.methods import only_at_clean
+
+        stationary = self.metric_value().stationary_at_clean
+        if only_at_clean(self.method_value()) and stationary:
+            raise ArgumentError(
+                "metric_stationary_at_clean",
+                f"the gradient of {self.metric} is zero at the clean run, so {self.method} "
+                "would score everything zero; use --method eap-ig with --rule midpoint",
+                value=self.method,
+                metric=self.metric,
+                expected="eap-ig",
+            )
 
     def on(self, **prompts: Any) -> Recipe:
         """The same computation on other prompts."""

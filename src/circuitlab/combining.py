@@ -105,7 +105,8 @@ def _require_distinct(tables: Sequence[EdgeTable]) -> None:
         raise ArgumentError(
             "mean_reference_needed",
             "these tables were each ablated with the mean over their own prompts, so they "
-            "are not parts of one computation; score them with Mean(reference=prompts)",
+            "are not parts of one computation; score all the prompts in one run, or each "
+            "part with Mean(reference=prompts)",
             value=None,
             expected="Mean(reference=...)",
         )

@@ -65,7 +65,11 @@ class Training:
                 code, "rate", self.rate, lambda x: 0 < x < math.inf, positive
             ),
             "start": require_number(
-                code, "start", self.start, lambda x: 0 < x < 1, "a number from 0 to 1"
+                code,
+                "start",
+                self.start,
+                lambda x: 0 < x < 1,
+                "a number above 0 and below 1",
             ),
         }
         # Plain numbers, which equal policies digest alike.

@@ -312,7 +312,8 @@ class ModelShape:
             name = str(missing.args[0])
             raise ArgumentError(
                 "edge_unknown",
-                f"this model has no edge {name!r}{_why_no_edge(self, name)}",
+                f"this model has no edge {name!r}{_why_no_edge(self, name)}; give edges, or "
+                "a circuit, of this model",
                 value=name,
                 n_edges=self.n_edges,
             ) from None
