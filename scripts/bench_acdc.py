@@ -44,31 +44,55 @@ def embedded(n: int) -> Iterator[Case]:
         yield Case(f"embedded {task}", model, prompts, cl.logit_diff(), 0.1)
 
 
-def random_model(layers: int, heads: int, width: int) -> Any:
-    """GPT-2-shaped random weights, large enough that edges differ in what they do."""
+def random_model(config: Any) -> Any:
+    """Random weights, large enough that edges differ in what they do."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=500, n_embd=width, n_layer=layers, n_head=heads, n_positions=64
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                weight.copy_(torch.randn_like(weight) * width**-0.5)
+                weight.copy_(torch.randn_like(weight) * config.hidden_size**-0.5)
             elif "bias" in name:
                 weight.copy_(torch.randn_like(weight) * 0.1)
     return cl.load_model(model)
 
 
+def gpt2(layers: int, heads: int, width: int) -> Any:
+    return transformers.GPT2Config(
+        vocab_size=500, n_embd=width, n_layer=layers, n_head=heads, n_positions=64
+    )
+
+
+def gemma2(layers: int, heads: int, width: int) -> Any:
+    """Post-norms: heads act on each other."""
+    return transformers.Gemma2Config(
+        vocab_size=500,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=width // heads,
+        query_pre_attn_scalar=width // heads,
+        intermediate_size=2 * width,
+        max_position_embeddings=64,
+    )
+
+
 def shapes(n: int) -> Iterator[Case]:
-    for layers, heads, width, threshold in ((4, 4, 64, 0.01), (6, 8, 256, 0.004)):
-        model = random_model(layers, heads, width)
+    for config, threshold in (
+        (gpt2(4, 4, 64), 0.01),
+        (gpt2(6, 8, 256), 0.004),
+        (gemma2(6, 8, 256), 0.004),
+    ):
+        model = random_model(config)
         generator = torch.Generator().manual_seed(1)
         clean = torch.randint(1, 500, (n, 16), generator=generator)
         corrupted = clean.clone()
         corrupted[:, (4, 9)] = torch.randint(1, 500, (n, 2), generator=generator)
         pairs = cl.Prompts.from_tokens(clean, corrupted, clean[:, 0], corrupted[:, 4])
-        name = f"random {layers}x{heads}, d_model {width}"
+        name = f"random {config.model_type}, {model.shape.n_layers} layers"
         yield Case(name, model, pairs, cl.kl(), threshold)
 
 
