@@ -168,9 +168,11 @@ def origin(run: Run) -> dict[str, str]:
 
 
 def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    """Each as a text of what is not the same in all; digests only for want of names."""
+    """Each as a text of what is not the same in all; digests and options only for want
+    of names."""
     names = [key for key in facts[0] if len({f.get(key) for f in facts}) > 1]
-    plain = [key for key in names if key not in ("prompts", "weights", "policy")]
+    last = ("options", "prompts", "weights", "policy")
+    plain = [key for key in names if key not in last]
     return [
         ", ".join(f"{key} {fact.get(key)}" for key in plain or names) for fact in facts
     ]
