@@ -421,6 +421,18 @@ def test_the_same_edges_of_two_computations_are_not_mixed_up(
     lab("acdc", "embedded", *words)
 
 
+def test_searches_that_found_the_same_edges_alike_are_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lab = Lab(tmp_path / "store.duckdb", capsys)
+    start = circuit_of(lab, 20)["run_id"]
+    words = ("acdc", "embedded", "--start", start, "--n", N, "--threshold")
+    (low,), (high,) = lab(*words, 0.05), lab(*words, 0.0500001)
+    assert low["run_id"] != high["run_id"]
+    assert low["circuit_id"] == high["circuit_id"]
+    assert lab("evaluate", low["circuit_id"])["metric_name"] == "kl"
+
+
 def test_circuits_of_one_run_are_one_and_so_are_repeats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -127,13 +127,18 @@ def _by_circuit_id(store: Store, prefix: str) -> list[str]:
 
 def _of_one_origin(store: Store, circuit_id: str, runs: Sequence[str]) -> str:
     """The latest of saved circuits of the same edges; those that do not say which scores
-    chose them count only where none does. Raises StoreError `run_ambiguous` where
-    different computations chose them."""
+    chose them count only where none does. Raises StoreError `run_ambiguous` where the
+    circuit would not be measured alike: the model, prompts, metric or ablation differ."""
+    from circuitlab.tables import digest
+
     latest: dict[str, tuple[str, Run]] = {}
     for run_id in runs:
         scores = store.load(run_id).run
         if scores is not None:
-            latest.setdefault(scores.params_digest, (run_id, scores))
+            how = [scores.policy.get(key) for key in ("metric", "ablation")]
+            model = scores.model.weights_digest, scores.model.dtype
+            key = digest(*model, scores.dataset_digest, *how)
+            latest.setdefault(key, (run_id, scores))
     if len(latest) > 1:
         found = list(latest.values())
         told = _differing([origin(scores) for _, scores in found])

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageStat
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 from stores import GPT2, LARGE, busy_heads, curve_of, edge_table, fill, prompts
 
@@ -100,6 +100,8 @@ def address(store) -> Iterator[str]:
                 break
         except OSError:
             time.sleep(0.2)
+    else:
+        pytest.fail("the app did not answer")
     yield url
     # As Ctrl-C in a terminal does: the command and its server.
     os.killpg(server.pid, signal.SIGINT)
@@ -436,3 +438,8 @@ def test_pictures(visit, store, name):
             continue
         page = visit(path, color_scheme=scheme)
         shoot(page, name if scheme == "light" else f"{name}-dark")
+        seen = Image.open(io.BytesIO(page.screenshot())).convert("L")
+        (brightness,) = ImageStat.Stat(seen).median
+        assert brightness > 200 if scheme == "light" else brightness < 60
+        # A page that drew nothing has its background and little else.
+        assert max(seen.histogram()) < 0.98 * 1440 * 900
